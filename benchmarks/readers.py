@@ -351,7 +351,7 @@ def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -
     """The same by vLLM's `get_rope`, from the config as Transformers reads it."""
     from transformers import AutoConfig
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers import rotary_embedding
 
     read = AutoConfig.for_model(**config)
     entry = read.rope_parameters[layer_type] if layer_type else read.rope_parameters
@@ -361,7 +361,8 @@ def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -
         custom_ops=["none"], enabled_custom_ops=set(), disabled_custom_ops=set()
     )
     with set_current_vllm_config(serving):
-        rope = get_rope(read.head_dim, longest, rope_parameters=entry)
+        rotary_embedding._ROPE_DICT.clear()  # it would give a factor of 4 what it has for 4.0
+        rope = rotary_embedding.get_rope(read.head_dim, longest, rope_parameters=entry)
     start = getattr(rope, "original_max_position_embeddings", 0) if getattr(rope, "use_long_rope", False) else 0
     table = rope.long_short_cos_sin_cache if hasattr(rope, "use_long_rope") else rope.cos_sin_cache
     return [part.tolist() for part in table[torch.tensor(positions) + start].chunk(2, dim=-1)]

@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--all": {
         "action": "store_true",
-        "help": f"check all configs of a repository: those of the folders, files or patterns that are named, or {CONFIGS}",
+        "help": f"check all configs of a repository: those of the folders, files or patterns named, or {CONFIGS}",
     },
     "--strict": {
         "action": "store_true",

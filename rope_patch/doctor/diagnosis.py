@@ -10,7 +10,7 @@ from typing import Any
 from .entries import ALL, rotations_of
 from .errors import Unreadable
 from .odd_values import notes_on_odd_values
-from .reader import Reader
+from .reader import EXACT, Reader
 from .readers import READERS
 from .rotation import Rotation
 from .sources import Source
@@ -18,8 +18,12 @@ from .sources import Source
 SEEN = 0.01
 """Radians from which on an angle counts as another one: a cosine differs in the second decimal of a score's addend."""
 
-EXACT = 1e-5
-"""Relative difference up to which two frequencies or factors are equal: float32 arithmetic, which readers use."""
+
+_UNKNOWN = 4096
+"""Tokens that stand for the length of a text where the config has none."""
+
+_FINE = 1.02
+"""The ratio of one end of a stretch to the next, where frequencies follow the length."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Reading:
         cures: what to write or to start instead, a line each.
         sources: where the reasons were read.
         limit: the longest text that it takes, where that is less than the config's; else None.
+        writes: of a trainer, see `Reader`.
     """
 
     reader: str
@@ -66,6 +71,7 @@ class Reading:
     cures: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     limit: int | None = None
+    writes: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,34 +129,43 @@ def called(asked: str) -> tuple[Reader, str]:
 
 def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, Rotation]) -> Reading:
     understood = reader.understood(source, version)
-    reasons = [f"it {deviation.words}" for deviation in understood.deviations]
-    cures = [deviation.cure for deviation in understood.deviations if deviation.cure]
-    sources = [deviation.source for deviation in understood.deviations]
+    differences = () if understood.refusal else differences_of(stated, understood.rotations)
+    found = understood.deviations if differences or understood.refusal else ()
+    reasons = [f"it {deviation.words}" for deviation in found]
+    cures = [deviation.cure for deviation in found if deviation.cure]
+    limit = None
     if understood.refusal:
-        verdict, differences, limit = "refuses", (), None
-        reasons = reasons or [understood.refusal]
+        verdict, reasons = "refuses", reasons or [understood.refusal]
     else:
-        differences, limit = differences_of(stated, understood.rotations), None
-        partly = bool(understood.deviations) and all(each.partly for each in understood.deviations)
+        partly = bool(found) and all(each.partly for each in found)
         verdict = "agrees" if not differences else "partly" if partly else "differs"
         for rotation in stated.values():
-            if rotation.rope_type in reader.cut and rotation.longest and rotation.longest < reach(rotation):
-                limit, verdict = rotation.longest, "differs"
-                reasons.append(
-                    f"it limits texts to max_position_embeddings={limit}; factor times L is {reach(rotation)}"
-                )
+            cut = reader.limit(source, rotation, version)
+            if cut is not None and cut < reach(rotation):
+                limit, verdict = cut, "differs"
+                reasons.append(f"it limits texts to max_position_embeddings={cut}; factor times L is {reach(rotation)}")
                 cures.append(f'write "max_position_embeddings": {reach(rotation)}')
+    if verdict == "agrees" and set(stated) != {ALL} and not reader.knows_layers_of(source.model_type):
+        verdict = "partly"
+        reasons.append("its code for this model decides what parameters by layer type are, and was not checked")
     if source.record is not None:
         verdict = "differs"
         reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")
+    sources = [each.source for each in (*found, *understood.possible)]
     if differences and not reasons:
-        reasons = [f"it reads {' or '.join(reader.spelling.keys)}, and theta where it is written for that"]
+        reasons, sources = [f"it takes {reader.takes}"], [reader.source]
         cures = cures or ["write the entry in both spellings: rope-patch export does"]
+    reasons += [
+        f"{version} may be older than {each.ended or each.until} or not: before, it {each.words}"
+        if each.ended or each.until
+        else f"{version} may be older than {each.begun or each.since} or not: since then, it {each.words}"
+        for each in understood.possible
+    ]
     longest = max((reach(rotation) for rotation in stated.values()), default=0)
     return Reading(
         reader.name,
         version,
-        reader.known,
+        reader.known if version == reader.version else "read",
         verdict,
         understood.rotations,
         differences,
@@ -158,6 +173,7 @@ def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, 
         tuple(dict.fromkeys(cure.format(length=longest) for cure in cures)),
         tuple(dict.fromkeys(sources)),
         limit,
+        reader.writes,
     )
 
 
@@ -171,26 +187,23 @@ def reach(rotation: Rotation) -> int:
 def differences_of(stated: Mapping[str, Rotation], found: Mapping[str, Rotation]) -> tuple[Difference, ...]:
     """Where two readings of a config differ, by layer type; one rotation stands for all types that it is read for."""
     differences = []
-    for kind, rotation in stated.items():
-        other = found.get(kind, found.get(ALL, next(iter(found.values()), None)))
-        if other is not None and (difference := difference_of(rotation, other, kind)):
-            differences.append(difference)
-    if set(stated) == {ALL}:
-        for kind, other in found.items():
-            if kind != ALL and (difference := difference_of(stated[ALL], other, kind)):
-                differences.append(difference)
-    return tuple(differences)
+    for kind in dict.fromkeys((*stated, *found)):
+        one, other = stated.get(kind, stated.get(ALL)), found.get(kind, found.get(ALL))
+        if one is not None and other is not None:
+            differences.append(difference_of(one, other, kind))
+        elif kind != ALL:
+            words = "turns layers of a type that the first does not name" if other else "has no layers of this type"
+            differences.append(Difference(kind, 0, {}, 1.0, words))
+    seen = [each for each in differences if each is not None]
+    return tuple(each for index, each in enumerate(seen) if each not in seen[:index])
 
 
 def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Difference | None:
     """How a rotation differs from the one that is stated; None if both turn every pair alike."""
-    trained = stated.trained or 1
-    lengths = sorted({trained, 2 * trained, max(trained, round(stated.factor * trained))})
-    temperature = found.temperature() / stated.temperature() if stated.temperature() else 1.0
+    temperature = found.temperature() / stated.temperature()
     if len(stated.frequencies()) != len(found.frequencies()):
         words = f"turns {found.width} of {found.head_dim} dimensions instead of {stated.width} of {stated.head_dim}"
         return Difference(kind, 1, {}, temperature, words)
-    angles = {length: _angle(stated, found, length) for length in lengths}
     first = _first(stated, found)
     said = []
     if abs(temperature - 1) > EXACT:
@@ -201,18 +214,32 @@ def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Differe
         said.append("gives the axes of an image to other pairs, so images differ")
     if not said:
         return None
-    return Difference(
-        kind, 0 if abs(temperature - 1) > EXACT else (first or 0), angles, temperature, " and ".join(said)
-    )
+    trained = stated.trained or _UNKNOWN
+    lengths = sorted({trained, 2 * trained, max(trained, round(stated.factor * trained))})
+    angles = {length: _angle(stated, found, length) for length in lengths}
+    return Difference(kind, first if first and len(said) == 1 else 0, angles, temperature, " and ".join(said))
 
 
 def _described(stated: Rotation, found: Rotation) -> str:
+    """The settings that make a difference of angles, the first three."""
+    names = ["rope_type", "theta", "partial"]
+    if {stated.rope_type, found.rope_type} != {"default"}:
+        names += ["factor", "trained"]
+    if stated.rope_type == found.rope_type:
+        names += {
+            "yarn": ["beta_fast", "beta_slow", "truncate"],
+            "llama3": ["low_freq_factor", "high_freq_factor"],
+        }.get(stated.rope_type, [])
     changed = [
-        f"{name} = {getattr(found, name)} instead of {getattr(stated, name)}"
-        for name in ("rope_type", "theta", "factor", "trained", "beta_fast", "beta_slow", "truncate", "partial")
+        f"{'L' if name == 'trained' else name} = {_plain(getattr(found, name))} instead of {_plain(getattr(stated, name))}"
+        for name in names
         if getattr(stated, name) != getattr(found, name)
     ]
     return f"turns with {', '.join(changed[:3])}" if changed else "divides the frequencies by other lists"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def _angle(one: Rotation, other: Rotation, length: int) -> float:
@@ -222,17 +249,24 @@ def _angle(one: Rotation, other: Rotation, length: int) -> float:
 
 
 def _first(stated: Rotation, found: Rotation) -> int | None:
-    """The first length at which an angle differs by `SEEN`; None if none does up to 16 times the longest text."""
-    ends = sorted({stated.trained, found.trained, stated.longest, found.longest} - {0})
+    """The first length at which an angle differs by `SEEN`; None if none does up to 16 times the longest text.
+
+    Between the ends of stretches the frequencies stay, so the difference grows with the length. Those of `dynamic`
+    move: there it may sink for a while, and the stretches are short.
+    """
+    last = 16 * (max(reach(stated), reach(found)) or _UNKNOWN)
+    ends = {stated.trained, found.trained, stated.longest, found.longest, last}
+    if "dynamic" in (stated.rope_type, found.rope_type):
+        ends |= {round(last * _FINE**-step) for step in range(400)}
     start = 1
-    for end in [*ends, 16 * max(reach(stated), reach(found), 1)]:  # within each stretch the difference only grows
-        if end >= start and _angle(stated, found, end) >= SEEN:
+    for end in sorted(end for end in ends if end):
+        if _angle(stated, found, end) >= SEEN:
             low, high = start, end
             while low < high:
                 middle = (low + high) // 2
                 low, high = (low, middle) if _angle(stated, found, middle) >= SEEN else (middle + 1, high)
             return low
-        start = max(start, end + 1)
+        start = end + 1
     return None
 
 
@@ -263,6 +297,7 @@ def as_numbers(report: Report) -> dict[str, Any]:
 
 
 def as_difference(difference: Difference) -> dict[str, Any]:
+    """A difference as JSON."""
     return {
         "layer_type": difference.layer_type,
         "first_position": difference.first,

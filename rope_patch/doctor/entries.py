@@ -5,15 +5,12 @@ Where a config says one thing twice, programs differ in which one they take: a `
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from .errors import NoPositions, Unreadable
+from .architecture import LOCAL_THETA, PARTIAL, THETA, WIDTHS, Architecture, architecture_of, unknown_architecture
+from .checked import Checked
 from .rotation import NEED_L, TYPES, Rotation
 from .sources import Aside, Source
 
@@ -22,29 +19,47 @@ ALL = ""
 
 ORIGINAL = "original_max_position_embeddings"
 
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""Layer types that parameters are named for in configs that do not list their layers."""
+
 _LARGEST_HEAD = 2**16
-_LARGEST_NUMBER = 1e15
 
-_THETA = {
-    "full_attention": ("global_rope_theta", "rope_theta", "rotary_emb_base"),
-    "sliding_attention": ("local_rope_theta", "rope_local_base_freq"),
+_ALIASES = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "none": "default", "deepseek_yarn": "yarn"}
+"""Rope types under other names, as remote code and older versions wrote them."""
+
+_PHI = ("phi3", "phi4_multimodal")
+"""Model types whose first checkpoints call `longrope` by the name of YaRN."""
+
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
 }
-"""Names of theta at the top of a config, by the layer type that it is for; a config of one type has the first."""
-
-_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
-
-_ALIASES = {"su": "longrope", "mrope": "default", "none": "default", "deepseek_yarn": "yarn", "axial": "axial"}
+"""Fields without which a rope type means nothing; that of `yarn` may be null."""
 
 _NUMBERS = {
-    **dict.fromkeys(("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), 0.0),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), 0.0),
+    "factor": (*_NEEDED, "proportional"),
+    "attention_factor": ("yarn", "longrope"),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "beta_fast", "beta_slow"), ("yarn",)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
 }
+"""The numbers of an entry, and the rope types that have them."""
+
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+"""Numbers of which 0 means that they are not given."""
+
 _LISTS = ("short_factor", "long_factor")
+
+ENTRY = ("rope_type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINAL, *_NUMBERS, *_LISTS)
+"""Keys of an entry that Transformers takes for positions of text."""
 
 KNOWN = frozenset(
     {
-        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINAL, *_NUMBERS, *_LISTS),
-        *("mrope_section", "mrope_interleaved", "interleaved", "finetuned", "short_mscale", "long_mscale"),
+        *ENTRY,
+        *("type", "mrope_section", "mrope_interleaved", "interleaved", "xdrope_section", "alpha"),
+        *("finetuned", "short_mscale", "long_mscale", "max_position_embeddings", "llama_4_scaling_beta"),
     }
 )
 """Keys of an entry that some reader takes."""
@@ -60,6 +75,11 @@ class Spelling:
         nested: whether it reads parameters by layer type.
         theta: the base where none is named; None is the architecture's own default.
         inner_theta: whether it reads a theta that stands beside the scaling.
+        type_first: whether `type` wins over `rope_type`.
+        top_partial_first: whether `partial_rotary_factor` at the top wins over the one beside the scaling.
+        inner_partial: whether it reads a `partial_rotary_factor` that stands beside the scaling.
+        original: where it looks for L, `top` of the config or `entry`, in this order; max_position_embeddings if it is
+            not there.
     """
 
     keys: tuple[str, ...] = ("rope_scaling", "rope_parameters")
@@ -67,6 +87,10 @@ class Spelling:
     nested: bool = True
     theta: float | None = None
     inner_theta: bool = True
+    type_first: bool = False
+    top_partial_first: bool = False
+    inner_partial: bool = True
+    original: tuple[str, ...] = ("top", "entry")
 
 
 TRANSFORMERS_5 = Spelling()
@@ -75,16 +99,17 @@ TRANSFORMERS_5 = Spelling()
 
 @dataclass(frozen=True)
 class Stated:
-    """The rotations of a config by layer type, with a sentence about each thing that programs may take otherwise."""
+    """The rotations of a config by layer type, with a sentence about each thing that programs may take otherwise.
+
+    Attributes:
+        rotations: by layer type.
+        notes: the sentences.
+        entries: by layer type, the fields beside the scaling as they are written.
+    """
 
     rotations: Mapping[str, Rotation]
     notes: tuple[str, ...] = field(default=())
-
-
-@cache
-def architectures() -> dict[str, dict[str, Any]]:
-    """Defaults by `model_type`, as Transformers has them; `tools/position_defaults.py` writes the file."""
-    return dict(json.loads((Path(__file__).parent / "architectures.json").read_text(encoding="utf-8")))
+    entries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
@@ -97,229 +122,312 @@ def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
 
 
 class _Reader:
-    """One reading of one config; `notes` grow on the way."""
+    """One reading of one config; the notes of `checked` grow on the way."""
 
     def __init__(self, source: Source, spelling: Spelling) -> None:
-        self.source, self.spelling, self.notes = source, spelling, list(source.notes)
-        self.fields = source.fields
-        self.defaults = architectures().get(source.model_type, {})
+        self.source, self.spelling, self.fields = source, spelling, source.fields
+        self.checked = Checked(source.path)
+        self.own = self._architecture()
 
     def stated(self) -> Stated:
-        if self.source.kind == "gguf" and (lists := self._gguf_lists()):
-            return Stated({ALL: lists}, tuple(self.notes))
-        if self.defaults.get("rotary") is False and not self._scaling() and self._top(ALL) is None:
-            raise NoPositions(f"{self.source.path}: {self.source.model_type} has no rotary positions")
-        if not self.defaults and self.source.model_type and self.source.kind == "config":
-            self.notes.append(
+        if self.own.unread:
+            self.checked.refuse(f"model_type={self.source.model_type}: {self.own.unread}")
+        for name, value in self.own.only_if.items():
+            if self.fields.get(name) != value:
+                self.checked.refuse(f"{name} is not {value!r}: it has no rotary positions")
+        if self.fields.get("alibi") is True:
+            self.checked.refuse("alibi is true: it has no rotary positions")
+        entries = self._lists_of_gguf() or self._entries()
+        rotations = {kind: self._rotation(entry, kind) for kind, entry in entries.items()}
+        if not rotations:
+            self.checked.refuse("rope_parameters is null for every layer type: it has no rotary positions")
+        return Stated(rotations, tuple(dict.fromkeys(self.checked.notes)), entries)
+
+    def _architecture(self) -> Architecture:
+        """The defaults; llama.cpp names other architectures, and takes no size by default."""
+        found = architecture_of(self.source.model_type) if self.source.kind == "config" else None
+        if found is None and self.source.kind == "config":
+            self.checked.notes.append(
                 Aside(
-                    f"model_type={self.source.model_type} is not known here: defaults are those of Llama, and code of "
-                    "its own may read other fields"
+                    f"model_type={self.source.model_type!r:.40} is not one of Transformers: Llama's defaults are "
+                    f"taken, "
+                    "and code of its own may read other fields"
                 )
             )
-        entry = self._scaling()
-        thetas = self.defaults.get("theta", 10000.0)
-        is_nested = bool(entry) and any(isinstance(value, dict) for value in entry.values())
-        if is_nested and self.spelling.nested:
-            kinds = [key for key, value in entry.items() if isinstance(value, dict)]
-            return Stated({kind: self._rotation(entry[kind], kind) for kind in kinds}, tuple(self.notes))
-        if is_nested:
-            entry = {}
-        if isinstance(thetas, dict) and self.spelling.nested:  # one scaling, and a theta for each type
-            scaled = self.defaults.get("scaled", ["full_attention"])
-            return Stated(
-                {kind: self._rotation(entry if kind in scaled else {}, kind) for kind in thetas}, tuple(self.notes)
+        return found or unknown_architecture(self.fields)
+
+    def _entries(self) -> dict[str, Mapping[str, Any]]:
+        """The parameters by layer type, each as one entry."""
+        given = {
+            name: self.checked.object(name, self.fields[name]) for name in self.spelling.keys if self.fields.get(name)
+        }
+        if self.own.fixed:
+            return {ALL: {}}
+        if not self.own.reads_scaling and given.pop("rope_scaling", {}):
+            self.checked.notes.append(f"{self.source.model_type} does not read rope_scaling in Transformers")
+        if self.own.kinds:
+            return self._entries_of_kinds(given)
+        entry = next(iter(given.values()), self.own.rope_parameters)
+        nested = self._by_type(entry)
+        if not nested:
+            return {ALL: entry}
+        if self.own.known:
+            self.checked.notes.append(
+                f"{self.source.model_type} has one rotation for all layers in Transformers; its parameters name "
+                f"{', '.join(nested)}"
             )
-        return Stated({ALL: self._rotation(entry, ALL)}, tuple(self.notes))
+        if not self.spelling.nested:
+            return {ALL: {}}
+        return {kind: each for kind, each in nested.items() if each is not None}
 
-    def _scaling(self) -> dict[str, Any]:
-        for key in self.spelling.keys:
-            if found := self.fields.get(key):
-                if not isinstance(found, dict):
-                    raise Unreadable(f"{self.source.path}: {key}={found!r:.80} must be an object with a rope_type")
-                return found
-        return {}
+    def _entries_of_kinds(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """As `_entries`, of an architecture whose layer types have thetas of their own."""
+        entries: dict[str, Any] = {} if given else dict(self.own.rope_parameters)
+        entries = {kind: entries.get(kind, {}) for kind in self.own.kinds}
+        nested = {name: by_type for name, entry in given.items() if (by_type := self._by_type(entry))}
+        if nested and self.spelling.nested:
+            entries |= next(iter(nested.values()))
+        for name in [name for name in given if name not in nested][:1]:
+            kinds = self.own.scaled if name == "rope_scaling" else self.own.flat
+            if kinds is None:
+                self.checked.refuse(f"{name} must have an object for each of {', '.join(self.own.kinds)}")
+            if not kinds:
+                self.checked.notes.append(f"{name} names no layer type, so {self.source.model_type} ignores it")
+            if kinds and "type" in given[name] and "rope_type" not in given[name]:
+                self.checked.notes.append(
+                    f"{name} has type={given[name]['type']!r:.40} without rope_type: Transformers 5 drops the scaling "
+                    f"of "
+                    f"{self.source.model_type}"
+                )
+            entries |= {kind: {"rope_type": "default", **(entries[kind] or {}), **given[name]} for kind in kinds}
+        return {kind: entry for kind, entry in entries.items() if entry is not None}
 
-    def _top(self, kind: str) -> float | None:
-        for name in _THETA.get(kind, _THETA["full_attention"]):
-            if self.fields.get(name) is not None:
-                return self._number(name, self.fields[name])
-        return None
+    def _by_type(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
+        """The parts of an entry that are named by a layer type; null is a layer without positions."""
+        listed = self.fields.get("layer_types")
+        listed = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+        names = {*self.own.kinds, *LAYER_TYPES, *listed}
+        found = {name: value for name, value in entry.items() if name in names}
+        return {name: value if value is None else self.checked.object(name, value) for name, value in found.items()}
 
     def _rotation(self, entry: Mapping[str, Any], kind: str) -> Rotation:
-        named = entry.get("rope_type", entry.get("type", self._default_type(kind)))
-        if not isinstance(named, str):
-            raise Unreadable(f"{self.source.path}: rope_type={named!r:.80} must be a string, one of {', '.join(TYPES)}")
-        rope_type = _ALIASES.get(named, named)
-        if rope_type == "yarn" and self.source.model_type.startswith(("phi3", "phi4")) and "long_factor" in entry:
-            rope_type = "longrope"  # as its first checkpoints have it
-        if rope_type not in TYPES:
-            raise Unreadable(f"{self.source.path}: rope_type={named!r:.80}; allowed are {', '.join(TYPES)}")
-        if entry.get("type") not in (None, entry.get("rope_type", entry.get("type"))):
-            self.notes.append(f"type={entry['type']!r} and rope_type={entry['rope_type']!r}: rope_type is taken")
-        numbers = {name: self._number(name, entry[name]) for name in _NUMBERS if entry.get(name) is not None}
-        longest = int(self._number("max_position_embeddings", self.fields.get("max_position_embeddings") or 0, 0))
+        rope_type = self._type(entry)
         values: dict[str, Any] = {
             "theta": self._theta(entry, kind),
             "head_dim": self._head_dim(kind),
-            "partial": self._partial(entry, kind),
-            "longest": longest,
+            "longest": self._longest(),
         }
+        values["partial"] = self._partial(entry, kind, rope_type, values["head_dim"])
+        if rope_type == "dynamic" and self.own.alpha and entry.get("alpha"):
+            width = values["head_dim"]
+            values["theta"] *= self.checked.number("alpha", entry["alpha"], most=1e6) ** (width / max(width - 2, 1))
+            rope_type = "default"
+        for name in _NEEDED.get(rope_type, ()):
+            if name not in entry or (entry[name] is None and (rope_type, name) != ("yarn", "factor")):
+                self.checked.refuse(f"{name} is missing, which {rope_type} needs")
+        values |= self._numbers(entry, rope_type)
         if rope_type in NEED_L:
-            values["original"] = self._original(entry, longest, rope_type)
-        self._factor(numbers, entry, rope_type, values)
-        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-            if numbers.get(name) == 0:
-                self.notes.append(f"{name}={entry[name]} counts as not given")
-                del numbers[name]
-        if rope_type not in ("yarn", "longrope"):
-            numbers.pop("attention_factor", None)
-        if "truncate" in entry:
-            values["truncate"] = bool(entry["truncate"])
-        values |= numbers
-        sections = entry.get("mrope_section", self.fields.get("mrope_section"))
-        if sections:
-            values["sections"] = tuple(int(self._number("mrope_section", size)) for size in sections)
-            values["interleaved"] = bool(entry.get("mrope_interleaved", entry.get("interleaved", False)))
+            values["original"] = self._original(entry, rope_type, values["longest"])
+        if rope_type in ("yarn", "longrope") and "factor" not in values:
+            values["factor"] = self._ratio(entry, rope_type, values)
+        if rope_type == "yarn" and entry.get("truncate") is not None:
+            values["truncate"] = self.checked.flag("truncate", entry["truncate"])
         for name in _LISTS if rope_type == "longrope" else ():
-            values[name] = self._list(name, entry.get(name))
-        unknown = sorted(str(key) for key in entry.keys() - KNOWN)
-        if unknown:
-            self.notes.append(f"no rope type has {', '.join(unknown)}: every reader ignores it, or has code of its own")
-        rotation = Rotation(rope_type=rope_type, **values)
+            values[name] = self.checked.numbers(name, entry[name])
+        self._note_unknown(entry)
+        rotation = Rotation(rope_type=rope_type, **values, **self._sections(entry))
         self._check(rotation)
         return rotation
 
-    def _default_type(self, kind: str) -> str:
-        kinds = self.defaults.get("rope_type", "default")
-        return str(kinds.get(kind, "default") if isinstance(kinds, dict) else kinds)
+    def _type(self, entry: Mapping[str, Any]) -> str:
+        first, second = ("type", "rope_type") if self.spelling.type_first else ("rope_type", "type")
+        named = entry.get(first, entry.get(second, "default"))
+        if not isinstance(named, str):
+            self.checked.refuse(f"rope_type={named!r:.80} must be a string, one of {', '.join(TYPES)}")
+        if entry.get("type", named) != named:
+            self.checked.notes.append(f"type={entry['type']!r:.40} and rope_type={named!r}: rope_type is taken")
+        found = _ALIASES.get(named, named)
+        if found == "yarn" and self.source.model_type in _PHI:
+            found = "longrope"
+        if found not in TYPES:
+            self.checked.refuse(f"rope_type={named!r:.80}; allowed are {', '.join(TYPES)}")
+        return found
 
     def _theta(self, entry: Mapping[str, Any], kind: str) -> float:
-        own = self.defaults.get("theta", 10000.0)
-        default = own.get(kind, next(iter(own.values()))) if isinstance(own, dict) else own
-        inner = self._number("rope_theta", entry["rope_theta"]) if entry.get("rope_theta") is not None else None
-        top = self._top(kind)
+        if self.own.fixed:
+            return float(self._of_kind(self.own.theta, kind, 10000.0))
+        names = self.own.reads_theta
+        names = names.get(kind, ()) if isinstance(names, Mapping) else names
+        inner = self._theta_in(entry, ("rope_theta",))
+        top = self._theta_in(self.fields, names)
         if inner is not None and top is not None and inner != top:
-            self.notes.append(f"theta is there twice: {inner:g} beside the scaling, {top:g} at the top")
+            self.checked.notes.append(f"theta is there twice: {inner:g} beside the scaling, {top:g} at the top")
+        for name in (*THETA, *LOCAL_THETA) if self.own.known and not self.own.kinds else ():
+            if self.fields.get(name) is not None and name not in names:
+                self.checked.notes.append(f"{name} is not a name of theta that {self.source.model_type} reads")
         if not self.spelling.inner_theta:
             inner = None
         order = (top, inner) if self.spelling.top_theta_first else (inner, top)
-        found = next((theta for theta in order if theta is not None), None)
-        if found is None:
-            found = float(default if self.spelling.theta is None else self.spelling.theta)
-        if found <= 1:
-            raise Unreadable(f"{self.source.path}: rope_theta={found:g} must be above 1")
-        return found
+        found = next((theta for theta in order if theta is not None), self.spelling.theta)
+        return float(self._of_kind(self.own.theta, kind, 10000.0)) if found is None else found
 
-    def _partial(self, entry: Mapping[str, Any], kind: str) -> float:
-        own = self.defaults.get("partial", 1.0)
-        default = own.get(kind, 1.0) if isinstance(own, dict) else own
-        found = entry.get(_PARTIAL[0])
-        for name in _PARTIAL:
-            found = self.fields.get(name) if found is None else found
-        if found is None and (rotated := self.fields.get("rotary_dim")):
-            found = self._number("rotary_dim", rotated) / self._head_dim(kind)
-        share = float(default) if found is None else self._number(_PARTIAL[0], found)
-        if not 0 < share <= 1:
-            raise Unreadable(f"{self.source.path}: partial_rotary_factor={share:g} must be above 0 and at most 1")
-        return share
+    def _theta_in(self, fields: Mapping[str, Any], names: Iterable[str]) -> float | None:
+        for name in names:
+            if fields.get(name) is not None:
+                return self.checked.number(name, fields[name], above=1.0, most=1e30)
+            if name in fields:
+                self.checked.notes.append(f"{name} is null: Transformers stops, and others take their default")
+        return None
 
     def _head_dim(self, kind: str) -> int:
-        names = self.defaults.get("names", {})
-
-        def size(name: str) -> int:
-            found = self.fields.get(name)
-            found = self.fields.get(names.get(name, name)) if found is None else found
-            found = max(found) if isinstance(found, list) and found else found
-            return 0 if found is None or isinstance(found, (dict, list)) else int(self._number(name, found, 0))
-
-        width = (
-            size("qk_rope_head_dim") or size("global_head_dim" if kind == "full_attention" else "") or size("head_dim")
-        )
-        width = width or int(self.defaults.get("head_dim", 0))
-        if not width and size("num_attention_heads"):
-            width = size("hidden_size") // size("num_attention_heads")
+        width, fields = 0, {**self.fields, **self._of_layer(kind)}
+        if (
+            kind == "full_attention"
+            and isinstance(self.own.head_dim, Mapping)
+            and "head_dim" not in self._of_layer(kind)
+        ):
+            fields["head_dim"] = self.fields.get("global_head_dim", self.own.head_dim[kind])
+        for parts in (name.split("+") for name in self.own.reads_head_dim):
+            if not width and all(fields.get(part) is not None for part in parts):
+                width = sum(self.checked.size(part, fields[part]) for part in parts)
+        names = [name for name in self.own.reads_head_dim if name in fields]
+        if not width and not names:  # null does not count as unsaid
+            width = int(self._of_kind(self.own.head_dim, kind, 0) or 0)
+        if not width:
+            heads = self._size("num_attention_heads") or self.own.num_attention_heads
+            width = (self._size("hidden_size") or self.own.hidden_size) // max(heads, 1)
         if not 2 <= width <= _LARGEST_HEAD:
-            raise Unreadable(
-                f"{self.source.path}: head_dim, or hidden_size / num_attention_heads, is {width}; it must be from 2 to "
-                f"{_LARGEST_HEAD}"
+            self.checked.refuse(
+                f"head_dim, or hidden_size / num_attention_heads, is {width}; it must be from 2 to {_LARGEST_HEAD}"
             )
         return width
 
-    def _original(self, entry: Mapping[str, Any], longest: int, rope_type: str) -> int:
-        top, own = self.fields.get(ORIGINAL), entry.get(ORIGINAL)
+    def _size(self, name: str) -> int:
+        """A size under the name that the architecture has for it; 0 if it is not there."""
+        for each in (self.own.names.get(name, name), name):
+            if self.fields.get(each) is not None:
+                return self.checked.size(each, self.fields[each])
+        return 0
+
+    def _of_layer(self, kind: str) -> Mapping[str, Any]:
+        """What `per_layer_config` has for the first layer of a type."""
+        layers, types = self.fields.get("per_layer_config"), self.fields.get("layer_types")
+        if not isinstance(layers, dict) or not isinstance(types, list) or kind not in types:
+            return {}
+        found = layers.get(str(types.index(kind)))
+        return found if isinstance(found, dict) else {}
+
+    def _longest(self) -> int:
+        for name in (
+            self.own.names.get("max_position_embeddings", "max_position_embeddings"),
+            "max_position_embeddings",
+        ):
+            if self.fields.get(name) is not None:
+                return self.checked.tokens(name, self.fields[name], 1)
+        return self.own.max_position_embeddings
+
+    def _partial(self, entry: Mapping[str, Any], kind: str, rope_type: str, head_dim: int) -> float:
+        if rope_type == "default" and not self.own.heeds_partial:
+            return 1.0
+        inner = [(PARTIAL[0], entry)] if self.spelling.inner_partial else []
+        top = [(name, self.fields) for name in self.own.reads_partial]
+        for name, fields in [*top, *inner] if self.spelling.top_partial_first else [*inner, *top]:
+            if fields.get(name) is None:
+                continue
+            if name in WIDTHS:
+                return min(self.checked.number(name, fields[name]) / head_dim, 1.0)
+            return self.checked.number(name, fields[name], most=1.0)
+        if self.own.kinds and rope_type != "default":
+            return 1.0
+        return float(self._of_kind(self.own.partial, kind, 1.0))
+
+    def _of_kind(self, default: Any, kind: str, otherwise: Any) -> Any:
+        return default.get(kind, otherwise) if isinstance(default, Mapping) else default
+
+    def _numbers(self, entry: Mapping[str, Any], rope_type: str) -> dict[str, float]:
+        found = {}
+        for name, types in _NUMBERS.items():
+            if entry.get(name) is None or rope_type not in types:
+                continue
+            if entry[name] == 0 and name in _MAY_BE_ZERO and entry[name] is not False:
+                self.checked.notes.append(f"{name}=0 counts as not given")
+                continue
+            found[name] = self.checked.number(name, entry[name])
+        return found
+
+    def _original(self, entry: Mapping[str, Any], rope_type: str, longest: int) -> int:
+        own, top = entry.get(ORIGINAL), self.fields.get(ORIGINAL, self.own.original)
         if top is not None and own is not None and top != own:
-            self.notes.append(f"{ORIGINAL} is there twice: {own} beside the scaling, {top} at the top")
-        found = top if top is not None else own
+            self.checked.notes.append(
+                f"{ORIGINAL} is there twice: {own!r:.40} beside the scaling, {top!r:.40} at the top"
+            )
+        places = {"top": top, "entry": own}
+        order = ("entry",) if self.own.kinds else self.spelling.original
+        found = next((places[place] for place in order if places[place] is not None), None)
         if found is None:
-            self.notes.append(f"{ORIGINAL} is missing: {rope_type} takes max_position_embeddings={longest} for L")
+            self.checked.notes.append(
+                f"{ORIGINAL} is missing: {rope_type} takes max_position_embeddings={longest} for L"
+            )
             found = longest
-        original = int(self._number(ORIGINAL, found))
-        if original < 2:
-            raise Unreadable(f"{self.source.path}: {ORIGINAL}={original} must be at least 2, in tokens")
-        return original
+        return self.checked.tokens(ORIGINAL, found)
 
-    def _factor(
-        self, numbers: dict[str, float], entry: Mapping[str, Any], rope_type: str, values: Mapping[str, Any]
-    ) -> None:
-        original, longest = values.get("original"), values["longest"]
-        if "factor" not in numbers and original and rope_type in ("yarn", "longrope"):
-            numbers["factor"] = longest / original if longest else 1.0
-            if rope_type == "yarn":
-                self.notes.append(
-                    f"factor={entry.get('factor')!r}: it is taken as {numbers['factor']:g}, max_position_embeddings / {ORIGINAL}"
-                )
-        needs = rope_type in ("linear", "dynamic", "llama3")
-        if needs and "factor" not in numbers:
-            raise Unreadable(f"{self.source.path}: factor is missing, which {rope_type} needs; it must be a number")
-        if rope_type != "default" and numbers.get("factor", 1.0) <= 0:
-            raise Unreadable(f"{self.source.path}: factor={numbers['factor']:g} must be above 0")
-        if rope_type == "dynamic" and not longest:
-            raise Unreadable(f"{self.source.path}: max_position_embeddings is missing, which dynamic needs")
+    def _ratio(self, entry: Mapping[str, Any], rope_type: str, values: Mapping[str, Any]) -> float:
+        found: float = values["longest"] / values["original"] if values["longest"] else 1.0
+        if rope_type == "yarn":
+            self.checked.notes.append(
+                f"factor={entry.get('factor')!r}: it is taken as {found:g}, max_position_embeddings / {ORIGINAL}"
+            )
+        return found
 
-    def _list(self, name: str, found: Any) -> tuple[float, ...]:
-        if not isinstance(found, list) or not found:
-            raise Unreadable(f"{self.source.path}: {name}={found!r:.80} must be a list with one number for each pair")
-        numbers = tuple(self._number(name, each) for each in found)
-        if min(numbers) <= 0:
-            raise Unreadable(f"{self.source.path}: {name} has {min(numbers):g}; its numbers must be above 0")
-        return numbers
+    def _sections(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        if self.own.known and not self.own.sections:
+            return {}
+        found = entry.get("mrope_section", entry.get("xdrope_section", self.fields.get("mrope_section")))
+        if found is None:
+            return {"sections": tuple(self.own.sections), "interleaved": self.own.interleaved}
+        if not isinstance(found, list) or not 1 <= len(found) <= 4:
+            self.checked.refuse(f"mrope_section={found!r:.80} must be a list with the pairs of each axis")
+        sizes = tuple(0 if size == 0 else self.checked.size("mrope_section", size) for size in found)
+        said = bool(entry.get("mrope_interleaved", entry.get("interleaved", False)))
+        return {"sections": sizes, "interleaved": self.own.interleaved or (said and not self.own.known)}
+
+    def _note_unknown(self, entry: Mapping[str, Any]) -> None:
+        unknown = sorted(f"{key:.40}" for key in entry.keys() - KNOWN)[:5]
+        if unknown:
+            self.checked.notes.append(
+                f"no rope type has {', '.join(unknown)}: every reader ignores it, or has code of its own"
+            )
 
     def _check(self, rotation: Rotation) -> None:
+        if rotation.width < 2:
+            self.checked.refuse(f"partial_rotary_factor={rotation.partial:g} rotates less than one pair")
         pairs = len(rotation.plain())
         for name in _LISTS:
             if (numbers := getattr(rotation, name)) and len(numbers) != pairs:
-                raise Unreadable(f"{self.source.path}: {name} has {len(numbers)} numbers; there are {pairs} pairs")
-        if rotation.high_freq_factor == rotation.low_freq_factor and rotation.rope_type == "llama3":
-            raise Unreadable(f"{self.source.path}: high_freq_factor must be above low_freq_factor")
-        if rotation.rope_type == "yarn" and (rotation.beta_fast <= 0 or rotation.beta_slow <= 0):
-            raise Unreadable(f"{self.source.path}: beta_fast and beta_slow must be above 0")
-        if rotation.rope_type == "dynamic" and rotation.width <= 2:
-            raise Unreadable(
-                f"{self.source.path}: dynamic needs at least 4 rotated dimensions; there are {rotation.width}"
+                self.checked.refuse(f"{name} has {len(numbers)} numbers; there are {pairs} pairs")
+        if rotation.rope_type == "llama3" and rotation.high_freq_factor <= rotation.low_freq_factor:
+            self.checked.refuse(
+                f"high_freq_factor={rotation.high_freq_factor:g} must be above "
+                f"low_freq_factor={rotation.low_freq_factor:g}"
             )
+        if rotation.rope_type == "dynamic" and rotation.width <= 2:
+            self.checked.refuse(f"dynamic needs at least 4 rotated dimensions; there are {rotation.width}")
+        if rotation.rope_type == "dynamic" and not rotation.longest:
+            self.checked.refuse("max_position_embeddings is missing, which dynamic needs")
 
-    def _number(self, name: str, value: Any, least: float = -_LARGEST_NUMBER) -> float:
-        read = value
-        if isinstance(value, str):
-            try:
-                read = float(value)
-            except ValueError:
-                read = None
-            else:
-                self.notes.append(f"{name}={value!r} is a string; programs that need a number stop or misread it")
-        if isinstance(read, bool) or not isinstance(read, (int, float)) or not least <= read <= _LARGEST_NUMBER:
-            raise Unreadable(f"{self.source.path}: {name}={value!r:.80} must be a number")
-        if math.isnan(read):
-            raise Unreadable(f"{self.source.path}: {name} is not a number (NaN)")
-        return float(read)
-
-    def _gguf_lists(self) -> Rotation | None:
-        own = self.fields["gguf"]
+    def _lists_of_gguf(self) -> dict[str, Mapping[str, Any]]:
+        """The lists of factors in a GGUF file, as one entry."""
+        own = self.fields.get("gguf", {}) if self.source.kind == "gguf" else {}
         short = own.get("rope_factors_short") or own.get("rope_freqs")
         if not short:
-            return None
-        entry = {"short_factor": short, "long_factor": own.get("rope_factors_long", short)}
+            return {}
         scaling = self.fields.get("rope_scaling", {})
-        entry["attention_factor"] = scaling.get("attn_factor", own.get("rope.scaling.attn_factor", 1.0))
-        entry[ORIGINAL] = scaling.get(ORIGINAL) or self.fields.get("max_position_embeddings")
-        return self._rotation({"rope_type": "longrope", "factor": 1.0, **entry}, ALL)
+        entry = {
+            "rope_type": "longrope",
+            "factor": 1.0,
+            "short_factor": short,
+            "long_factor": own.get("rope_factors_long", short),
+            "attention_factor": own.get("rope.scaling.attn_factor", 1.0),
+            ORIGINAL: scaling.get(ORIGINAL) or self.fields.get("max_position_embeddings"),
+        }
+        return {kind: {} for kind in self.own.kinds} | {"full_attention" if self.own.kinds else ALL: entry}

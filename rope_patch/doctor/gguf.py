@@ -5,7 +5,9 @@ The format: ggml-org/ggml, `docs/gguf.md` (version 3; 2 differs in nothing that 
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +34,7 @@ def fields_of_gguf(path: Path) -> dict[str, Any]:
         try:
             own, tensors = _header(file)
             lists = {key: _floats(file, tensors[name]) for name, key in _LISTS.items() if name in tensors}
-        except (struct.error, OverflowError, MemoryError, ZeroDivisionError) as error:
+        except (struct.error, OverflowError, MemoryError) as error:
             raise Unreadable(f"{path} is not a GGUF file, or truncated: {error}") from error
         except ValueError as error:
             raise Unreadable(f"{path} is not a GGUF file that is known here: {error}") from error
@@ -54,15 +56,29 @@ def fields_of_gguf(path: Path) -> dict[str, Any]:
     if kind != "none":
         entry = {"rope_type": kind, "factor": stated.get("rope.scaling.factor", stated.get("rope.scale_linear"))}
         entry["original_max_position_embeddings"] = stated.get("rope.scaling.original_context_length")
-        entry["attn_factor"] = stated.get("rope.scaling.attn_factor")
+        if kind == "yarn":
+            entry["attention_factor"] = _temperature(stated, entry["factor"])
         entry["beta_fast"] = stated.get("rope.scaling.yarn_beta_fast")
         entry["beta_slow"] = stated.get("rope.scaling.yarn_beta_slow")
-        entry["yarn_log_multiplier"] = stated.get("rope.scaling.yarn_log_multiplier")
         fields["rope_scaling"] = {key: value for key, value in entry.items() if value is not None}
-    if sections := stated.get("rope.dimension_sections"):
-        fields["mrope_section"] = [size for size in sections if size]
+    if isinstance(sections := stated.get("rope.dimension_sections"), list) and any(sections):
+        fields["mrope_section"] = sections[:3]  # the fourth is for models with four axes
     fields["gguf"] |= lists
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def _temperature(stated: Mapping[str, Any], factor: Any) -> float | None:
+    """The factor on cos and sin under YaRN; None where it follows from the factor.
+
+    llama.cpp multiplies its own 0.1 ln k + 1 by `attn_factor`, except under DeepSeek's `yarn_log_multiplier`, where it
+    scales the scores instead.
+    """
+    if stated.get("rope.scaling.yarn_log_multiplier"):
+        return 1.0
+    share = stated.get("rope.scaling.attn_factor")
+    if not isinstance(share, float) or not isinstance(factor, float) or factor < 1:
+        return None
+    return share * (0.1 * math.log(factor) + 1.0)
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
@@ -84,6 +100,8 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]
         if dimensions == 1 and kind == _FLOAT32 and sizes[0] <= _KEPT:
             lists[name] = sizes[0], offset
     alignment = own.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment={alignment!r:.40} must be an integer above 0")
     start = -(-file.tell() // alignment) * alignment
     return own, {name: (size, start + offset) for name, (size, offset) in lists.items()}
 

@@ -1,32 +1,84 @@
-"""A reader of configs: a program, what it takes from a config, and the deviations of its versions, each with a source."""
+"""A reader of configs: a program, what it takes from a config, and how its versions deviate, each with a source."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from typing import Any
 
 from .entries import TRANSFORMERS_5, Spelling, rotations_of
 from .errors import Unreadable
 from .rotation import Rotation
 from .sources import Source
+from .versions import is_ordered, older
 
-Case = Callable[[Rotation, Source], bool]
-Change = Callable[[Rotation, Source], "Rotation | None"]
+EXACT = 1e-5
+"""Relative difference up to which two frequencies or factors are equal: float32 arithmetic, which readers use."""
 
 
 @dataclass(frozen=True)
-class Deviation:
+class Layer:
+    """The layers of one type, as far as a reader has taken them.
+
+    Attributes:
+        rotation: what it computes so far.
+        source: the config.
+        entry: the fields beside the scaling, as written.
+        kind: the layer type; empty if all layers are alike.
+    """
+
+    rotation: Rotation
+    source: Source
+    entry: Mapping[str, Any]
+    kind: str = ""
+
+
+Case = Callable[[Layer], bool]
+Change = Callable[[Layer], "Rotation | None"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """The versions of a program for which something holds; by default all.
+
+    Attributes:
+        since, until: the first version that does so, and the first that does not any more; empty for all.
+        begun, ended: the same in words, where no version is established but a date or a pull request; it is over, or
+            holds, in the version that the table has.
+    """
+
+    since: str = ""
+    until: str = ""
+    begun: str = ""
+    ended: str = ""
+
+    def holds_for(self, version: str, newest: str) -> bool | None:
+        """Whether it holds for a version; None where that cannot be told.
+
+        Args:
+            newest: the version that the table has. A version that cannot be ordered, such as a commit, may be any.
+        """
+        if version == newest or (is_ordered(version) and is_ordered(newest) and older(newest, version)):
+            return not self.until and not self.ended
+        if self.begun or self.ended:
+            return None
+        if not is_ordered(version):
+            return None if self.since or self.until else True
+        return not (self.since and older(version, self.since)) and not (self.until and not older(version, self.until))
+
+
+@dataclass(frozen=True)
+class Deviation(Versions):
     """One thing that a program computes otherwise than the config says.
 
     Attributes:
         words: what it does, as the end of a sentence that begins with "it".
-        when: whether a rotation of a config meets it.
+        when: whether the layers of one type meet it.
         then: what it computes instead; None where it refuses to load the checkpoint.
         source: repository, path and version that were read, or the thread that reports it.
         cure: what to write or to start instead; may contain `{length}`.
-        since, until: the first version that does so, and the first that does not any more; empty for all.
+        layers: layer types that it is about; empty for all.
         partly: whether it computes most texts as the config says.
         silent: whether it says nothing about it.
     """
@@ -36,14 +88,22 @@ class Deviation:
     then: Change
     source: str
     cure: str = ""
-    since: str = ""
-    until: str = ""
+    layers: tuple[str, ...] = ()
     partly: bool = False
     silent: bool = True
 
-    def holds_for(self, version: str) -> bool:
-        """Whether a version of the program deviates so."""
-        return not (self.since and older(version, self.since)) and not (self.until and not older(version, self.until))
+
+@dataclass(frozen=True)
+class Limit(Versions):
+    """A program that limits texts to `max_position_embeddings`, though the scaling reaches further.
+
+    Attributes:
+        types: rope types that it is about.
+        with_l: only where the config states L, `original_max_position_embeddings`.
+    """
+
+    types: tuple[str, ...]
+    with_l: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,11 +113,13 @@ class Understood:
     Attributes:
         rotations: by layer type.
         deviations: those that changed something.
+        possible: those that would, if the version is among those that deviate, which is not known.
         refusal: why it does not load the checkpoint; empty if it does.
     """
 
     rotations: Mapping[str, Rotation]
     deviations: tuple[Deviation, ...] = ()
+    possible: tuple[Deviation, ...] = ()
     refusal: str = ""
 
 
@@ -71,12 +133,15 @@ class Reader:
         version: the newest one whose facts are here.
         known: `run`, if the program or its own rotary functions ran, or `read`, if its source was read.
         source: what ran or was read.
-        spelling: which of the config's words it takes.
+        takes: the words of a config that it takes, as a sentence without its full stop.
+        spelling: the same for `rotations_of`.
         deviations: in the order in which they apply.
-        writes: what a trainer puts into the config of the checkpoint that it saves.
-        cut: rope types whose texts it limits to `max_position_embeddings`.
+        limits: what it does to the length of texts.
+        by_layer: model types whose parameters by layer type were looked at, `*` for any; of others it is not known.
+        writes: of a trainer: what it puts into the config of the checkpoint that it saves.
         start: the option that gives it the context, with `{length}`.
         record: what becomes of a scheme that rope_patch alone records, as the end of a sentence.
+        unknown: what is not established about it; sentences.
     """
 
     name: str
@@ -84,39 +149,74 @@ class Reader:
     version: str
     known: str
     source: str = ""
+    takes: str = ""
     spelling: Spelling = TRANSFORMERS_5
     deviations: tuple[Deviation, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    by_layer: tuple[str, ...] = ()
     writes: str = ""
-    cut: tuple[str, ...] = ()
     start: str = ""
     record: str = ""
+    unknown: str = ""
 
     def understood(self, source: Source, version: str = "") -> Understood:
         """What a version of the program computes for a config; by default the newest that is known here."""
         version = version or self.version
         try:
-            stated = rotations_of(source, self.spelling).rotations
+            stated = rotations_of(source, self.spelling)
+            return self._with_deviations(source, stated.rotations, stated.entries, version)
         except Unreadable as error:
             return Understood({}, refusal=str(error))
-        rotations, met = dict(stated), []
+
+    def knows_layers_of(self, model_type: str) -> bool:
+        """Whether it is known what it makes of parameters by layer type in a model of this `model_type`."""
+        return any(model_type.startswith(name.removesuffix("*")) for name in self.by_layer)
+
+    def limit(self, source: Source, rotation: Rotation, version: str = "") -> int | None:
+        """The longest text that it takes, in tokens, where it cuts the type of this rotation; else None."""
+        version = version or self.version
+        for each in self.limits:
+            stated = not each.with_l or "original_max_position_embeddings" in f"{source.fields}"
+            if rotation.rope_type in each.types and stated and each.holds_for(version, self.version):
+                return rotation.longest or None
+        return None
+
+    def _with_deviations(
+        self, source: Source, stated: Mapping[str, Rotation], entries: Mapping[str, Mapping[str, Any]], version: str
+    ) -> Understood:
+        rotations = dict(stated)
+        met: list[Deviation] = []
+        possible: list[Deviation] = []
         for deviation in self.deviations:
-            if not deviation.holds_for(version):
+            holds = deviation.holds_for(version, self.version)
+            if holds is False:
                 continue
             for kind, rotation in rotations.items():
-                if not deviation.when(rotation, source):
+                layer = Layer(rotation, source, entries.get(kind, {}), kind)
+                if (deviation.layers and kind not in deviation.layers) or not deviation.when(layer):
                     continue
-                met.append(deviation)
-                if (changed := deviation.then(rotation, source)) is None:
-                    return Understood({}, tuple(dict.fromkeys(met)), deviation.words)
+                changed = deviation.then(layer)
+                if changed is not None and is_same(rotation, changed):
+                    continue
+                (possible if holds is None else met).append(deviation)
+                if holds is None:
+                    continue
+                if changed is None:
+                    return Understood({}, tuple(dict.fromkeys(met)), refusal=deviation.words)
                 rotations[kind] = changed
-        return Understood(rotations, tuple(dict.fromkeys(met)))
+        return Understood(rotations, tuple(dict.fromkeys(met)), tuple(dict.fromkeys(possible)))
 
 
-def older(one: str, other: str) -> bool:
-    """Whether a version comes before another; numbers count as numbers, whatever stands around them."""
-    pairs = zip_longest(_numbers(one), _numbers(other), fillvalue=0)
-    return next((a < b for a, b in pairs if a != b), False)
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+def is_same(one: Rotation, other: Rotation) -> bool:
+    """Whether two rotations turn every pair alike, for short and for long texts."""
+    if one == other:
+        return True
+    if one.axes() != other.axes() or not math.isclose(one.temperature(), other.temperature(), rel_tol=EXACT):
+        return False
+    longest = max(one.longest, other.longest, one.trained, other.trained)
+    lengths = {1, one.trained, one.trained + 1, other.trained, other.trained + 1, 2 * longest}
+    return all(
+        math.isclose(a, b, rel_tol=EXACT)
+        for length in lengths
+        for a, b in zip(one.frequencies(length), other.frequencies(length), strict=True)
+    )

@@ -135,7 +135,8 @@ def _linear(rotation: Rotation, length: int) -> list[float]:
 def _proportional(rotation: Rotation, length: int) -> list[float]:
     """The first pairs of the whole head turn, the others do not."""
     turning = int(rotation.partial * rotation.head_dim // 2)
-    return [each / rotation.factor if index < turning else 0.0 for index, each in enumerate(rotation.plain())]
+    pairs = rotation.plain()[: rotation.head_dim // 2]
+    return [each / rotation.factor if index < turning else 0.0 for index, each in enumerate(pairs)]
 
 
 def _dynamic(rotation: Rotation, length: int) -> list[float]:

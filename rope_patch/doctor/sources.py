@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,12 @@ class Source:
         fields: of the text model, as written.
         kind: `config` or `gguf`.
         whole: all fields of the file; the text model's may be inside them.
-        notes: sentences about where the fields were found.
     """
 
     path: Path
     fields: dict[str, Any]
     kind: str = "config"
     whole: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     @property
     def model_type(self) -> str:
@@ -67,13 +65,19 @@ class Source:
 def read_source(path: str | Path) -> Source:
     """The config of a folder, of a JSON file or of a GGUF file.
 
-    Args:
-        path: a folder of adapters is read by its base, if that is a folder here.
+    A folder of adapters is read by its base, if that is a folder here.
 
     Raises:
         Unreadable: there is no config, or it is not one.
     """
     path = Path(path)
+    try:
+        return _read(path)
+    except OSError as error:  # no rights, a name that is too long
+        raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read(path: Path) -> Source:
     if path.is_dir():
         return _of_folder(path)
     if not path.is_file():
@@ -89,31 +93,31 @@ def _of_folder(folder: Path) -> Source:
     if (folder / "config.json").is_file():
         return _of_json(folder / "config.json")
     if (adapters := folder / "adapter_config.json").is_file():
-        base = _parsed(adapters).get("base_model_name_or_path")
+        settings = _parsed(adapters)
+        base = settings.get("base_model_name_or_path")
         for place in (Path(str(base)), folder / str(base)) if base else ():
             if (place / "config.json").is_file():
                 source = _of_json(place / "config.json")
-                return Source(
-                    source.path, source.fields, source.kind, source.whole, (Aside(f"{folder} has adapters of {base}"),)
-                )
-        raise Unreadable(f"{folder} has adapters of {base!r}, which is no folder here; pass the folder of the base")
+                return replace(source, whole=source.whole | {RECORD: settings.get(RECORD, source.record)})
+        raise Unreadable(
+            f"{folder} has adapters of {base!r:.200}, which is no folder here; pass the folder of the base"
+        )
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
-        return read_source(files[0])
+        return _read(files[0])
     several = f", but {len(files)} GGUF files; pass one of them" if files else ""
     raise Unreadable(f"{folder} has no config.json{several}")
 
 
 def _of_json(path: Path) -> Source:
     whole = _parsed(path)
-    fields, inside = whole, list[str]()
+    fields = whole
     for _ in range(3):  # Qwen3-Omni has the text model two levels down
         name = next((name for name in INNER if isinstance(fields.get(name), dict) and fields[name]), None)
         if name is None:
             break
-        fields, inside = fields[name], [*inside, name]
-    notes = (Aside(f"the text model's fields are in {'.'.join(inside)}"),) if inside else ()
-    return Source(path, fields, "config", whole, notes)
+        fields = fields[name]
+    return Source(path, fields, "config", whole)
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -55,6 +55,8 @@ def _reader(reading: Reading) -> Iterator[str]:
         yield f"{'':<{_WIDE}} why: {reason}"
     for cure in reading.cures:
         yield f"{'':<{_WIDE}} cure: {cure}"
+    if reading.writes:
+        yield f"{'':<{_WIDE}} it writes {reading.writes}"
 
 
 _VERDICTS = {

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from transformers.utils import CONFIG_NAME
 
+from rope_patch.doctor import Reader
 from rope_patch.errors import AlreadyPatched, NotExpressible, UnsupportedModel, did_you_mean
 from rope_patch.models.config import checkpoint_of_config, training_length
 from rope_patch.models.record import NATIVE, RECORD, Record
@@ -27,7 +28,6 @@ from rope_patch.saving.checkpoint_kind import read_config
 from rope_patch.saving.loading import load_config
 from rope_patch.saving.own_files import check_weights, own_file
 from rope_patch.saving.readers import (
-    Reader,
     Support,
     check_own_code,
     has_equal_lists,
@@ -36,6 +36,7 @@ from rope_patch.saving.readers import (
     servers_of,
     supported,
 )
+from rope_patch.saving.spelling import new_words, older_words
 from rope_patch.saving.trained import copy_without_learned, trained_weights
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import shortened
@@ -43,9 +44,6 @@ from rope_patch.schemes.registry import get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.target import reached
 from rope_patch.typing import NO_WEIGHTS, Weights
-
-_POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
-"""Keys of config.json that are rewritten or omitted."""
 
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "trainer_state", "training_args", "scaler")
 """Prefixes of a trainer's files, which no reader needs."""
@@ -147,10 +145,10 @@ def describe_serving(
     changed = {key: fields.get(key) for key in {**before, **fields} if before.get(key) != fields.get(key)}
     written = {**raw, "text_config": fields} if nested else fields
     written.pop(RECORD, None)
+    support = supported(parameters, architectures, length, chosen_readers, fields)
     if by_factor:
         native = {name: getattr(text, name) for name in NATIVE}
         Record(chosen, native, per_request=by_factor).write(written)
-    support = supported(parameters, architectures, length, chosen_readers)
     changed = {"text_config": changed} if nested else changed
     return Serving(chosen, trained, length, written, changed, support, warning=shortened(chosen, facts))
 
@@ -277,7 +275,7 @@ def _parameters(
         growth = "l / L" if factor == 1 else f"{factor:g} l / L - {factor - 1:g}"
         raise NotExpressible(
             f"{spelled} cannot be written into a config, because its readers disagree: Transformers keeps the largest "
-            "base that any text needed, vLLM uses one base for the longest text, llama.cpp the checkpoint's base. "
+            "base that any text needed, SGLang uses one base for the longest text, vLLM and llama.cpp its own. "
             f"Export ntk:factor=k with k = {growth} instead, the base for l tokens. {servers_of(scheme, spelled)}"
         )
     return parameters
@@ -298,28 +296,14 @@ def _length(spelled: str, parameters: dict[str, Any], extended: int | None, requ
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
     """The part of config.json for the text model."""
-    others = {key: value for key, value in raw.items() if key not in _POSITIONAL}
-    written = {**others, "rope_parameters": parameters, "max_position_embeddings": length}
-    if (entry := entry_of(parameters))["rope_type"] in ("llama3", "longrope"):
-        # llama.cpp's converter reads it here, not in the entry
-        written["original_max_position_embeddings"] = entry.get("original_max_position_embeddings", trained)
-    if "rope_type" in parameters:
-        older = {**written, **_older_words(parameters)}
-        if _reads_as(kind, older, parameters):
-            return older
+    written = new_words(raw, parameters, trained, length)
+    if older := older_words(parameters):
+        both = {**written, **older}
+        if _reads_as(kind, both, parameters):
+            return both
     if not _reads_as(kind, written, parameters):
         raise NotExpressible(f"{kind.__name__} does not read rope_parameters={parameters} as they are")
     return written
-
-
-def _older_words(parameters: dict[str, Any]) -> dict[str, Any]:
-    """For Transformers before 5 and the like: `rope_theta` at the top, `type` and `rope_type` in `rope_scaling`."""
-    names = ("rope_theta", "partial_rotary_factor")
-    apart: dict[str, Any] = {name: parameters[name] for name in names if name in parameters}
-    twice = {"partial_rotary_factor"} if parameters["rope_type"] == "proportional" else set()  # mlx-lm reads it there
-    scaling = {key: value for key, value in parameters.items() if key not in apart.keys() - twice}
-    named = {"type": parameters["rope_type"], **scaling}
-    return {**apart, "rope_scaling": None if parameters["rope_type"] == "default" else named}
 
 
 def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) -> bool:

@@ -1,185 +1,38 @@
-"""What programs read of the positions in a checkpoint folder: the facts about each, in one table.
-
-docs/serving.md has the facts about vLLM and llama.cpp, and how they were established.
-"""
+"""What programs compute from the positions that an export would write, by the facts of `rope_patch.doctor`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rope_patch.doctor import Reader, Reading, Report, Source, diagnose
+from rope_patch.doctor.readers import READERS as ALL_READERS
 from rope_patch.errors import InvalidField, NotExpressible, did_you_mean
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters
+from rope_patch.saving.spelling import new_words, older_words
 from rope_patch.schemes.base import Scheme
 from rope_patch.typing import NO_WEIGHTS, Weights
 
-NEED_L = ("yarn", "llama3", "longrope")  # types that need L, `original_max_position_embeddings`
+BY_KEY = {reader.key: reader for reader in ALL_READERS}
 
-LISTS = "equal lists", "equal lists with a temperature of their own"
-"""The forms of `equal_lists`; the second with a temperature that does not follow from the length and L."""
+READERS = tuple(reader for reader in ALL_READERS if not reader.writes)
+"""Programs that compute texts from a folder; trainers are behind `--for` alone."""
 
-YARN = "yarn with attention_factor", "yarn with mscale"
-"""The forms of `yarn` whose temperature is not 0.1 ln k + 1."""
-
-_LLAMA_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
-"""Architectures for which llama.cpp's converter writes the factors of `llama3`."""
-
-_DEEPSEEK_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-"""Architectures for which some servers have code of their own, which takes every type for yarn."""
-
-_LAYER_TYPES = (
-    "partly",
-    "parameters by layer type: support depends on its code for this model, which was not checked",
-)
-_VLLM = "start it with --max-model-len {length}"
-
-
-@dataclass(frozen=True)
-class Reader:
-    """The facts about one program.
-
-    Attributes:
-        key: its name behind `--for`.
-        known: how the facts were established: run (the program, or its own rotary functions) or read (its source), and
-            the version.
-        support: by the form of the parameters (see `form_of`), whether it computes them, `yes`, `partly` or `no`, and
-            its start options or the reason; the empty name is for all other forms.
-        record: what becomes of a scheme that `config.rope_patch` alone records, as the end of a sentence.
-        is_old: whether it reads `rope_scaling` and `rope_theta` alone.
-        scaling_wins: whether `rope_scaling` replaces `rope_parameters`.
-        needs_float: whether a factor of `linear` that is an integer keeps it from starting.
-        l_at_top: types whose L it reads at the top of the config alone, and takes 8192 without it.
-        only_yarn: whether its code for DeepSeek takes every type for yarn, without attention_factor and truncate.
-        cut: types whose texts it limits to `max_position_embeddings`, whatever L and the factor are.
-    """
-
-    name: str
-    key: str
-    known: str
-    support: Mapping[str, tuple[str, str]]
-    record: str = ""
-    is_old: bool = False
-    scaling_wins: bool = False
-    needs_float: bool = False
-    only_yarn: bool = False
-    l_at_top: tuple[str, ...] = ()
-    cut: tuple[str, ...] = ()
-
-
-_TRANSFORMERS = {"": ("yes", "5 reads rope_parameters; before 5, rope_scaling and rope_theta")}
-_LOAD = ": load it with rope_patch.from_pretrained"
-
-READERS = (
-    Reader("Transformers 5", "transformers", "run, 5.23", _TRANSFORMERS, _LOAD, scaling_wins=True),
-    Reader("Transformers 4", "transformers4", "read, 4.57", _TRANSFORMERS, _LOAD, is_old=True),
-    Reader(
-        "vLLM",
-        "vllm",
-        "run, 0.32.0",
-        {
-            "": ("yes", _VLLM),
-            "by layer type": _LAYER_TYPES,
-            "proportional": ("partly", "it ignores the factor"),
-            "linear": ("yes", f"{_VLLM}: otherwise it multiplies {{length}} by the factor again"),
-            "longrope": ("partly", f"{_VLLM}; it then uses the long factors for short texts, too"),
-            **dict.fromkeys(YARN, ("partly", f"{_VLLM}; older releases ignore attention_factor and mscale")),
-            "dynamic": ("no", "it uses one base, for the longest text that it serves"),
-        },
-        record=", unless rope_patch is installed with it, on a CPU",
-        scaling_wins=True,
-        only_yarn=True,
-        needs_float=True,
-        cut=("llama3", "longrope"),  # it multiplies L of yarn by the factor
-    ),
-    Reader(
-        "llama.cpp",
-        "llama.cpp",
-        "run, 0c1e570",
-        {
-            "": ("yes", "convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}"),
-            "by layer type": _LAYER_TYPES,
-            **dict.fromkeys(
-                YARN,
-                (
-                    "no",
-                    "it computes the temperature 0.1 ln k + 1 itself; --override-kv ARCH.rope.scaling.attn_factor="
-                    "float:A corrects it, with A = attention_factor / (0.1 ln k + 1)",
-                ),
-            ),
-            "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
-            "llama3 elsewhere": ("no", f"its converter writes llama3's factors for {', '.join(_LLAMA_CLASSES)} only"),
-            **dict.fromkeys(
-                ("longrope", *LISTS),
-                (
-                    "no",
-                    "its converter writes lists of factors for a few architectures only, such as Phi-3; export to a "
-                    "GGUF file instead: --output OUT.gguf",
-                ),
-            ),
-            "proportional": ("no", "its converter does not support this rope_type"),
-            "dynamic": ("no", "it keeps the checkpoint's base"),
-        },
-        l_at_top=("llama3", "longrope"),
-        cut=NEED_L,
-    ),
-    Reader(
-        "mlx-lm",
-        "mlx",
-        "run, 0.32.2",
-        {
-            "": ("yes", "its models of Llama's kind read rope_scaling and rope_theta alone"),
-            "by layer type": _LAYER_TYPES,
-            YARN[0]: ("no", "it ignores attention_factor and computes 0.1 ln k + 1"),
-            YARN[1]: ("partly", "it reads mscale and mscale_all_dim, also where only one of them is given"),
-            "yarn without rounding": ("no", "it rounds the ends of the ramp and does not support truncate=False"),
-            "longrope": ("partly", "it uses the long factors for short texts, too, and ignores attention_factor"),
-            LISTS[1]: ("no", "it ignores attention_factor and computes sqrt(1 + ln k / ln L)"),
-            "dynamic": ("no", "it grows from max_position_embeddings={length}"),
-        },
-        is_old=True,
-    ),
-    Reader(
-        "SGLang",
-        "sglang",
-        "read, 0.5.23",
-        {
-            "": ("yes", "--context-length {length}"),
-            "by layer type": _LAYER_TYPES,
-            YARN[0]: ("no", "it ignores attention_factor; it reads attn_factor and mscale"),
-            YARN[1]: ("yes", "--context-length {length}"),
-            "longrope": ("partly", "one text beyond L gives all texts of its batch the long factors"),
-            "proportional": ("partly", "it ignores the factor"),
-            "dynamic": ("no", "it uses one base, for the longest text that it serves"),
-        },
-        scaling_wins=True,
-        only_yarn=True,
-    ),
-    Reader(
-        "ONNX Runtime GenAI",
-        "onnx",
-        "read, 0.18.0",
-        {
-            "": ("no", "its builder for Llama reads llama3 alone and silently ignores other types"),
-            "default": ("yes", "its builder reads rope_theta"),
-            "llama3": ("yes", "its builder for Llama reads it"),
-            "elsewhere": ("partly", "its builder reads linear and yarn, without attention_factor; others are refused"),
-        },
-        scaling_wins=True,
-    ),
-)
-
-TRANSFORMERS, _, VLLM, LLAMA_CPP = READERS[:4]
+TRANSFORMERS, VLLM, LLAMA_CPP = (BY_KEY[key] for key in ("transformers", "vllm", "llama.cpp"))
 
 SERVERS = ("config", VLLM.name, LLAMA_CPP.name)
 """Programs that may serve a scheme; `config` is any program that reads the `rope_parameters` of Transformers."""
+
+ROUNDED = 2e-3
+"""Relative error of a temperature that a program finds from a rounded length; it changes no answer."""
 
 
 @dataclass(frozen=True)
 class Support:
     """Whether a program computes the scheme from a folder: `reads` is `yes`, `partly` or `no`, `words` are its start
-    options or the reason, and `known` is how that was established, see `Reader`.
+    options or the reason, and `known` is how that was established, see `doctor.Reader`, and for which version.
     """
 
     name: str
@@ -188,37 +41,10 @@ class Support:
     known: str
 
 
-def form_of(parameters: dict[str, Any], architectures: Any) -> str:
-    """The form of `rope_parameters`, as far as readers differ about it: a `rope_type`, or a closer name."""
-    kind = str(entry_of(parameters)["rope_type"])
-    if kind == "dynamic":
-        return kind
-    if "rope_type" not in parameters:
-        return "by layer type"
-    if kind == "yarn" and parameters.get("attention_factor") is not None:
-        return YARN[0]
-    if kind == "yarn" and any(parameters.get(key) is not None for key in ("mscale", "mscale_all_dim")):
-        return YARN[1]
-    if kind == "yarn" and parameters.get("truncate") is False:
-        return "yarn without rounding"
-    if kind == "llama3" and not _is_one(architectures, _LLAMA_CLASSES):
-        return "llama3 elsewhere"
-    if has_equal_lists(parameters):
-        factor, trained = parameters.get("factor") or 1.0, parameters.get("original_max_position_embeddings") or 2
-        follows = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained))
-        return LISTS[abs(parameters.get("attention_factor", follows) / follows - 1) > 2e-3]
-    return kind
-
-
 def has_equal_lists(parameters: dict[str, Any]) -> bool:
     """Whether `rope_parameters` are lists of factors that are the same for short and long texts."""
     entry = entry_of(parameters)
     return bool(entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"])
-
-
-def _is_one(architectures: Any, classes: Collection[str]) -> bool:
-    """Whether a config's `architectures`, which may be damaged, name one of these classes."""
-    return isinstance(architectures, list) and any(name in classes for name in architectures)
 
 
 def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:
@@ -227,30 +53,72 @@ def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:
     Raises:
         InvalidField: there is no such reader.
     """
-    by_key = {reader.key: reader for reader in READERS}
     for key in keys:
-        if key not in by_key:
-            raise InvalidField(f"there is no reader {key!r}; {did_you_mean(key, by_key)}")
-    return tuple(by_key[key] for key in keys) or READERS
+        if key not in BY_KEY:
+            raise InvalidField(f"there is no reader {key!r}; {did_you_mean(key, BY_KEY)}")
+    return tuple(BY_KEY[key] for key in keys) or READERS
 
 
 def supported(
-    parameters: dict[str, Any], architectures: Any, length: int = 0, readers: Iterable[Reader] = READERS
+    parameters: dict[str, Any],
+    architectures: Any,
+    length: int = 0,
+    readers: Iterable[Reader] = READERS,
+    fields: Mapping[str, Any] | None = None,
 ) -> tuple[Support, ...]:
-    """What each of some readers makes of `rope_parameters`, for a context of `length` tokens."""
-    form, entry, rows = form_of(parameters, architectures), entry_of(parameters), []
-    is_yarn = entry["rope_type"] == "yarn" and entry.get("attention_factor") is None and entry.get("truncate", True)
-    misread = _is_one(architectures, _DEEPSEEK_CLASSES) and not is_yarn and form != "default"
-    for reader in readers:
-        elsewhere = None if _is_one(architectures, _LLAMA_CLASSES) else reader.support.get("elsewhere")
-        reads, words = reader.support.get(form, elsewhere or reader.support[""])
-        if misread and reader.only_yarn:
-            reads, words = (
-                "no",
-                "its code for DeepSeek takes every type for yarn, without attention_factor and truncate",
-            )
-        rows.append(Support(reader.name, reads, words.format(length=length), reader.known))
-    return tuple(rows)
+    """What each of some readers makes of `rope_parameters`.
+
+    Args:
+        architectures: of the config.
+        length: the context to serve, in tokens; default the factor times L of the parameters.
+        fields: of the config that is written; default these parameters in both spellings, in a model of Llama's kind.
+    """
+    readers = tuple(readers)
+    if not readers:
+        return ()
+    if fields is None:
+        fields = _in_both_spellings({}, parameters, length)
+    source = Source(Path("config.json"), dict(fields), whole={**fields, "architectures": architectures})
+    report = diagnose(source, [reader.key for reader in readers])
+    return tuple(
+        _support(reader, reading, report, length) for reader, reading in zip(readers, report.readings, strict=True)
+    )
+
+
+def _support(reader: Reader, reading: Reading, report: Report, length: int) -> Support:
+    reads = {"agrees": "yes", "partly": "partly"}.get(reading.verdict, "no")
+    if _differs_by_rounding(reading, report):
+        reads = "yes"
+    start = reader.start.format(length=length) or f"it takes {reader.takes}"
+    reasons = "; ".join(reading.reasons)
+    words = {"yes": start, "partly": f"{start}; {reasons}", "no": reasons}[reads]
+    return Support(reader.name, reads, words, f"{reader.known}, {reader.version}")
+
+
+def _differs_by_rounding(reading: Reading, report: Report) -> bool:
+    """Whether a reader turns every pair as the config says, with a temperature that is off by a rounded length."""
+    alike = all(
+        reading.rotations[kind].axes() == rotation.axes()
+        for kind, rotation in report.rotations.items()
+        if kind in reading.rotations
+    )
+    return (
+        reading.verdict == "differs"
+        and reading.limit is None
+        and alike
+        and bool(reading.differences)
+        and all(abs(each.temperature - 1) < ROUNDED and not any(each.angles.values()) for each in reading.differences)
+    )
+
+
+def _in_both_spellings(before: Mapping[str, Any], parameters: dict[str, Any], length: int) -> dict[str, Any]:
+    """The fields of a config with these parameters, as far as programs read positions from them."""
+    entry = entry_of(parameters)
+    trained = entry.get("original_max_position_embeddings") or before.get("max_position_embeddings") or 4096
+    longest = length or round(trained * (entry.get("factor") or 1))
+    width = 2 * len(entry.get("short_factor", ())) / entry.get("partial_rotary_factor", 1.0)
+    sizes = {"model_type": "llama", "head_dim": round(width) or 128, **before}
+    return {**new_words(sizes, parameters, trained, longest), **older_words(parameters)}
 
 
 def parameters_for(
@@ -284,14 +152,17 @@ def parameters_for(
         raise reasons[0]
     if len(forms) == 2 and has_equal_lists(forms[0]):
         del forms[0]  # the same lists with a temperature that fewer programs read
-    order = ("yes", "partly", "no")
-    rows = [supported(form, architectures, length, readers) for form in forms]
+    for form in forms:
+        for entry in [form] if "rope_type" in form else filter(None, form.values()):
+            if entry["rope_type"] == "longrope" and "attention_factor" in entry:  # vLLM and SGLang read the others
+                entry |= dict.fromkeys(("short_mscale", "long_mscale"), entry["attention_factor"])
+    readers, order, before = tuple(readers), ("yes", "partly", "no"), config.to_dict()
+    written = [_in_both_spellings(before, form, length) for form in forms]
+    rows = [
+        supported(form, architectures, length, readers, fields) for form, fields in zip(forms, written, strict=True)
+    ]
     worst = [sorted((order.index(row.reads) for row in each), reverse=True) for each in rows]
-    chosen = forms[worst.index(min(worst))]
-    for entry in [chosen] if "rope_type" in chosen else filter(None, chosen.values()):
-        if entry["rope_type"] == "longrope" and "attention_factor" in entry:  # vLLM and SGLang read the others
-            entry |= dict.fromkeys(("short_mscale", "long_mscale"), entry["attention_factor"])
-    return chosen
+    return forms[worst.index(min(worst))]
 
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:

@@ -354,7 +354,7 @@ def test_nothing_that_no_server_has_is_measured_in_any_round(swept, whole, begun
     [
         ("pi:factor=4", ["config", "vLLM", "llama.cpp"]),
         ("yarn:factor=4,truncate=false", ["config", "vLLM"]),
-        ("ntk_by_parts:factor=4", ["config", "vLLM (partly)"]),
+        ("ntk_by_parts:factor=4", ["config", "vLLM"]),
         ("ntk_mixed:factor=4", ["config", "vLLM"]),
         ("dynamic_ntk:factor=1", []),  # its readers disagree
         ("ntk:factor=4+logn", []),
