@@ -139,9 +139,8 @@ class _Reader:
 
     def _entries(self) -> dict[str, Mapping[str, Any]]:
         """The parameters by layer type, each as one entry."""
-        given = {
-            name: self.checked.object(name, self.fields[name]) for name in self.spelling.keys if self.fields.get(name)
-        }
+        named = [name for name in self.spelling.keys if self.fields.get(name)]
+        given = {name: self.checked.object(name, self.fields[name]) for name in named}
         if self.own.fixed:
             return {ALL: {}}
         if not self.own.reads_scaling and given.pop("rope_scaling", {}):
@@ -226,6 +225,8 @@ class _Reader:
         if entry.get("type", named) != named:
             self.checked.notes.append(f"type={entry['type']!r:.40} and rope_type={named!r}: rope_type is taken")
         found = _ALIASES.get(named, named)
+        if found != named and named != "mrope" and not self.own.alpha:
+            self.checked.notes.append(f"rope_type={named!r} is an older name of {found}: Transformers 5 stops at it")
         if found == "yarn" and self.source.model_type in _PHI:
             found = "longrope"
         if found not in TYPES:
@@ -380,9 +381,9 @@ class _Reader:
         for name in _LISTS:
             if (numbers := getattr(rotation, name)) and len(numbers) != pairs:
                 self.checked.refuse(f"{name} has {len(numbers)} numbers; there are {pairs} pairs")
-        if rotation.rope_type == "llama3" and rotation.high_freq_factor <= rotation.low_freq_factor:
+        if rotation.rope_type == "llama3" and rotation.high_freq_factor < rotation.low_freq_factor:
             self.checked.refuse(
-                f"high_freq_factor={rotation.high_freq_factor:g} must be above "
+                f"high_freq_factor={rotation.high_freq_factor:g} must be at least "
                 f"low_freq_factor={rotation.low_freq_factor:g}"
             )
         if rotation.rope_type == "dynamic" and rotation.width <= 2:
