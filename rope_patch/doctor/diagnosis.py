@@ -42,7 +42,7 @@ class Difference:
 
     layer_type: str
     first: int
-    angles: Mapping[int, float]
+    angles: Mapping[int, float] = field(hash=False)
     temperature: float
     words: str
 
