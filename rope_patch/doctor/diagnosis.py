@@ -40,7 +40,7 @@ class Difference:
 
     layer_type: str
     first: int
-    angles: Mapping[int, float]
+    angles: Mapping[int, float] = field(hash=False)
     temperature: float
     words: str
 
@@ -217,7 +217,8 @@ def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Differe
     trained = stated.trained or _UNKNOWN
     lengths = sorted({trained, 2 * trained, max(trained, round(stated.factor * trained))})
     angles = {length: _angle(stated, found, length) for length in lengths}
-    return Difference(kind, first if first and len(said) == 1 else 0, angles, temperature, " and ".join(said))
+    start = 0 if abs(temperature - 1) > EXACT else first or 0
+    return Difference(kind, start, angles, temperature, " and ".join(said))
 
 
 def _described(stated: Rotation, found: Rotation) -> str:
@@ -231,9 +232,9 @@ def _described(stated: Rotation, found: Rotation) -> str:
             "llama3": ["low_freq_factor", "high_freq_factor"],
         }.get(stated.rope_type, [])
     changed = [
-        f"{'L' if name == 'trained' else name} = {_plain(getattr(found, name))} instead of {_plain(getattr(stated, name))}"
+        f"{'L' if name == 'trained' else name} = {_plain(new)} instead of {_plain(old)}"
         for name in names
-        if getattr(stated, name) != getattr(found, name)
+        if (new := getattr(found, name)) != (old := getattr(stated, name))
     ]
     return f"turns with {', '.join(changed[:3])}" if changed else "divides the frequencies by other lists"
 

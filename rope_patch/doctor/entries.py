@@ -5,6 +5,7 @@ Where a config says one thing twice, programs differ in which one they take: a `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ ORIGINAL = "original_max_position_embeddings"
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types that parameters are named for in configs that do not list their layers."""
 
-_LARGEST_HEAD = 2**16
+_LARGEST_HEAD = 2**12
 
 _ALIASES = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "none": "default", "deepseek_yarn": "yarn"}
 """Rope types under other names, as remote code and older versions wrote them."""
@@ -50,6 +51,9 @@ _NUMBERS = {
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 """Numbers of which 0 means that they are not given."""
 
+_FOR_OTHERS = ("short_mscale", "long_mscale")
+"""Numbers that other readers take."""
+
 _LISTS = ("short_factor", "long_factor")
 
 ENTRY = ("rope_type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINAL, *_NUMBERS, *_LISTS)
@@ -59,7 +63,7 @@ KNOWN = frozenset(
     {
         *ENTRY,
         *("type", "mrope_section", "mrope_interleaved", "interleaved", "xdrope_section", "alpha"),
-        *("finetuned", "short_mscale", "long_mscale", "max_position_embeddings", "llama_4_scaling_beta"),
+        *("finetuned", "max_position_embeddings", "llama_4_scaling_beta", *_FOR_OTHERS),
     }
 )
 """Keys of an entry that some reader takes."""
@@ -158,9 +162,8 @@ class _Reader:
 
     def _entries(self) -> dict[str, Mapping[str, Any]]:
         """The parameters by layer type, each as one entry."""
-        given = {
-            name: self.checked.object(name, self.fields[name]) for name in self.spelling.keys if self.fields.get(name)
-        }
+        named = [name for name in self.spelling.keys if self.fields.get(name)]
+        given = {name: self.checked.object(name, self.fields[name]) for name in named}
         if self.own.fixed:
             return {ALL: {}}
         if not self.own.reads_scaling and given.pop("rope_scaling", {}):
@@ -205,7 +208,7 @@ class _Reader:
     def _by_type(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
         """The parts of an entry that are named by a layer type; null is a layer without positions."""
         listed = self.fields.get("layer_types")
-        listed = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+        listed = [name for name in listed if str(name).isidentifier()] if isinstance(listed, list) else []
         names = {*self.own.kinds, *LAYER_TYPES, *listed}
         found = {name: value for name, value in entry.items() if name in names}
         return {name: value if value is None else self.checked.object(name, value) for name, value in found.items()}
@@ -247,6 +250,8 @@ class _Reader:
         if entry.get("type", named) != named:
             self.checked.notes.append(f"type={entry['type']!r:.40} and rope_type={named!r}: rope_type is taken")
         found = _ALIASES.get(named, named)
+        if found != named and named != "mrope" and not self.own.alpha:
+            self.checked.notes.append(f"rope_type={named!r} is an older name of {found}: Transformers 5 stops at it")
         if found == "yarn" and self.source.model_type in _PHI:
             found = "longrope"
         if found not in TYPES:
@@ -335,7 +340,10 @@ class _Reader:
             if fields.get(name) is None:
                 continue
             if name in WIDTHS:
-                return min(self.checked.number(name, fields[name]) / head_dim, 1.0)
+                share = min(self.checked.number(name, fields[name]) / head_dim, 1.0)
+                return (
+                    share if self.own.known else min(math.nextafter(share, 2.0), 1.0)
+                )  # so that it rounds to the width
             return self.checked.number(name, fields[name], most=1.0)
         if self.own.kinds and rope_type != "default":
             return 1.0
@@ -345,6 +353,9 @@ class _Reader:
         return default.get(kind, otherwise) if isinstance(default, Mapping) else default
 
     def _numbers(self, entry: Mapping[str, Any], rope_type: str) -> dict[str, float]:
+        for name in _FOR_OTHERS:
+            if entry.get(name) is not None:
+                self.checked.number(name, entry[name])
         found = {}
         for name, types in _NUMBERS.items():
             if entry.get(name) is None or rope_type not in types:
@@ -388,11 +399,12 @@ class _Reader:
         if not isinstance(found, list) or not 1 <= len(found) <= 4:
             self.checked.refuse(f"mrope_section={found!r:.80} must be a list with the pairs of each axis")
         sizes = tuple(0 if size == 0 else self.checked.size("mrope_section", size) for size in found)
-        said = bool(entry.get("mrope_interleaved", entry.get("interleaved", False)))
+        named = ("mrope_interleaved", "interleaved")
+        said = any(fields.get(name) is True for name in named for fields in (entry, self.fields))
         return {"sections": sizes, "interleaved": self.own.interleaved or (said and not self.own.known)}
 
     def _note_unknown(self, entry: Mapping[str, Any]) -> None:
-        unknown = sorted(f"{key:.40}" for key in entry.keys() - KNOWN)[:5]
+        unknown = sorted(repr(key)[1:41].rstrip("'") for key in entry.keys() - KNOWN)[:5]
         if unknown:
             self.checked.notes.append(
                 f"no rope type has {', '.join(unknown)}: every reader ignores it, or has code of its own"
@@ -405,9 +417,9 @@ class _Reader:
         for name in _LISTS:
             if (numbers := getattr(rotation, name)) and len(numbers) != pairs:
                 self.checked.refuse(f"{name} has {len(numbers)} numbers; there are {pairs} pairs")
-        if rotation.rope_type == "llama3" and rotation.high_freq_factor <= rotation.low_freq_factor:
+        if rotation.rope_type == "llama3" and rotation.high_freq_factor < rotation.low_freq_factor:
             self.checked.refuse(
-                f"high_freq_factor={rotation.high_freq_factor:g} must be above "
+                f"high_freq_factor={rotation.high_freq_factor:g} must be at least "
                 f"low_freq_factor={rotation.low_freq_factor:g}"
             )
         if rotation.rope_type == "dynamic" and rotation.width <= 2:
@@ -421,13 +433,12 @@ class _Reader:
         short = own.get("rope_factors_short") or own.get("rope_freqs")
         if not short:
             return {}
-        scaling = self.fields.get("rope_scaling", {})
         entry = {
             "rope_type": "longrope",
             "factor": 1.0,
             "short_factor": short,
             "long_factor": own.get("rope_factors_long", short),
             "attention_factor": own.get("rope.scaling.attn_factor", 1.0),
-            ORIGINAL: scaling.get(ORIGINAL) or self.fields.get("max_position_embeddings"),
+            ORIGINAL: own.get("rope.scaling.original_context_length") or self.fields.get("max_position_embeddings"),
         }
         return {kind: {} for kind in self.own.kinds} | {"full_attention" if self.own.kinds else ALL: entry}

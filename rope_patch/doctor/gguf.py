@@ -20,6 +20,12 @@ _LISTS = {
     "rope_factors_short.weight": "rope_factors_short",
     "rope_factors_long.weight": "rope_factors_long",
 }
+_SLIDING_BASE = {"gemma3": 10000.0, "gemma3n": 10000.0, "gemma-embedding": 10000.0}
+"""Bases of the layers with a window that llama.cpp has in its code, by architecture."""
+
+_INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
+"""Architectures whose axes alternate from pair to pair."""
+
 _LARGEST_TEXT, _LARGEST_ARRAY, _LARGEST_COUNT = 2**24, 2**25, 2**20
 _KEPT = 4096  # entries of an array that are kept; vocabularies are longer and have no positions
 
@@ -47,7 +53,7 @@ def fields_of_gguf(path: Path) -> dict[str, Any]:
         "num_attention_heads": stated.get("attention.head_count"),
         "head_dim": stated.get("attention.key_length"),
         "rope_theta": stated.get("rope.freq_base"),
-        "rope_local_base_freq": stated.get("rope.freq_base_swa"),
+        "rope_local_base_freq": stated.get("rope.freq_base_swa", _SLIDING_BASE.get(str(architecture))),
         "gguf": {key: value for key, value in stated.items() if key.startswith("rope.")},
     }
     if rotated := stated.get("rope.dimension_count"):
@@ -63,6 +69,9 @@ def fields_of_gguf(path: Path) -> dict[str, Any]:
         fields["rope_scaling"] = {key: value for key, value in entry.items() if value is not None}
     if isinstance(sections := stated.get("rope.dimension_sections"), list) and any(sections):
         fields["mrope_section"] = sections[:3]  # the fourth is for models with four axes
+        fields["mrope_interleaved"] = architecture in _INTERLEAVED
+    if width := stated.get("attention.key_length_swa"):
+        fields |= {"layer_types": ["sliding_attention"], "per_layer_config": {"0": {"head_dim": width}}}
     fields["gguf"] |= lists
     return {key: value for key, value in fields.items() if value is not None}
 
@@ -108,7 +117,7 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]
 
 def _floats(file: BinaryIO, tensor: tuple[int, int]) -> list[float]:
     size, place = tensor
-    file.seek(place)
+    _go(file, place)
     return list(struct.unpack(f"<{size}f", file.read(4 * size)))
 
 
@@ -147,4 +156,11 @@ def _value(file: BinaryIO, kind: int) -> Any:
 
 
 def _skipped(file: BinaryIO, size: int) -> None:
-    file.seek(size, 1)
+    _go(file, file.tell() + size)
+
+
+def _go(file: BinaryIO, place: int) -> None:
+    """Go to a byte of the file; places beyond its end are found when something is read there."""
+    if place >= 2**62:
+        raise struct.error(f"it names byte {place}")
+    file.seek(place)

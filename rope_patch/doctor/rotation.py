@@ -164,12 +164,12 @@ def _yarn(rotation: Rotation, length: int) -> list[float]:
 
 
 def _llama3(rotation: Rotation, length: int) -> list[float]:
-    """theta_i (s + (1 - s)/k), s the turns within L between the two factors."""
+    """theta_i (s + (1 - s)/k), s the turns within L between the two factors; a step where they are equal (Llama 4)."""
     low, high, k = rotation.low_freq_factor, rotation.high_freq_factor, rotation.factor
 
     def scaled(theta: float) -> float:
         turns = rotation.trained * theta / (2 * math.pi)
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        kept = float(turns >= low) if high == low else min(max((turns - low) / (high - low), 0.0), 1.0)
         return theta * (kept + (1 - kept) / k)
 
     return [scaled(theta) for theta in rotation.plain()]
