@@ -39,7 +39,9 @@ def parser(program: str = "rope-doctor") -> argparse.ArgumentParser:
     )
     made.add_argument("--json", action="store_true", help="print one JSON document, see schema.json")
     made.add_argument(
-        "--strict", action="store_true", help="also fail where a reader computes only some texts, or a config is ambiguous"
+        "--strict",
+        action="store_true",
+        help="also fail where a reader computes only some texts, or a config is ambiguous",
     )
     return made
 

@@ -230,7 +230,9 @@ class _Reader:
             found = max(found) if isinstance(found, list) and found else found
             return 0 if found is None or isinstance(found, (dict, list)) else int(self._number(name, found, 0))
 
-        width = size("qk_rope_head_dim") or size("global_head_dim" if kind == "full_attention" else "") or size("head_dim")
+        width = (
+            size("qk_rope_head_dim") or size("global_head_dim" if kind == "full_attention" else "") or size("head_dim")
+        )
         width = width or int(self.defaults.get("head_dim", 0))
         if not width and size("num_attention_heads"):
             width = size("hidden_size") // size("num_attention_heads")
@@ -261,7 +263,9 @@ class _Reader:
         if "factor" not in numbers and original and rope_type in ("yarn", "longrope"):
             numbers["factor"] = longest / original if longest else 1.0
             if rope_type == "yarn":
-                self.notes.append(f"factor={entry.get('factor')!r}: it is taken as {numbers['factor']:g}, max_position_embeddings / {ORIGINAL}")
+                self.notes.append(
+                    f"factor={entry.get('factor')!r}: it is taken as {numbers['factor']:g}, max_position_embeddings / {ORIGINAL}"
+                )
         needs = rope_type in ("linear", "dynamic", "llama3")
         if needs and "factor" not in numbers:
             raise Unreadable(f"{self.source.path}: factor is missing, which {rope_type} needs; it must be a number")
@@ -288,7 +292,9 @@ class _Reader:
         if rotation.rope_type == "yarn" and (rotation.beta_fast <= 0 or rotation.beta_slow <= 0):
             raise Unreadable(f"{self.source.path}: beta_fast and beta_slow must be above 0")
         if rotation.rope_type == "dynamic" and rotation.width <= 2:
-            raise Unreadable(f"{self.source.path}: dynamic needs at least 4 rotated dimensions; there are {rotation.width}")
+            raise Unreadable(
+                f"{self.source.path}: dynamic needs at least 4 rotated dimensions; there are {rotation.width}"
+            )
 
     def _number(self, name: str, value: Any, least: float = -_LARGEST_NUMBER) -> float:
         read = value

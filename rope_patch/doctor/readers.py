@@ -246,7 +246,11 @@ READERS: tuple[Reader, ...] = (
             ),
             Deviation(
                 "writes lists of factors for a few architectures only, such as Phi-3",
-                _all(_is("longrope"), lambda rotation, source: source.kind == "config", _not(_class_in("Phi3ForCausalLM", "MiniCPM3ForCausalLM", "MiniCPMForCausalLM"))),
+                _all(
+                    _is("longrope"),
+                    lambda rotation, source: source.kind == "config",
+                    _not(_class_in("Phi3ForCausalLM", "MiniCPM3ForCausalLM", "MiniCPMForCausalLM")),
+                ),
                 _plain,
                 _CONVERTER,
                 "export a GGUF file: rope-patch export PLAIN.gguf --scheme SCHEME --output OUT.gguf",
@@ -278,8 +282,9 @@ READERS: tuple[Reader, ...] = (
             ),
             Deviation(
                 "counts one of mscale and mscale_all_dim alone",
-                lambda rotation, source: _mscales(rotation, source)
-                and not (rotation.mscale and rotation.mscale_all_dim),
+                lambda rotation, source: (
+                    _mscales(rotation, source) and not (rotation.mscale and rotation.mscale_all_dim)
+                ),
                 lambda rotation, source: replace(
                     rotation,
                     attention_factor=_mlx_scale(rotation.factor, rotation.mscale, 1.0)
@@ -289,7 +294,10 @@ READERS: tuple[Reader, ...] = (
                 partly=True,
             ),
             Deviation(
-                "rounds the ends of the ramp", _has(rope_type="yarn", truncate=False), _to(truncate=True), _MLX,
+                "rounds the ends of the ramp",
+                _has(rope_type="yarn", truncate=False),
+                _to(truncate=True),
+                _MLX,
                 _equal_lists("mlx"),
             ),
             Deviation(
@@ -299,9 +307,7 @@ READERS: tuple[Reader, ...] = (
                 _MLX,
                 'write "original_max_position_embeddings" into the entry',
             ),
-            Deviation(
-                "uses the long factors for short texts, too", _two_lists, _long_for_all, _MLX, partly=True
-            ),
+            Deviation("uses the long factors for short texts, too", _two_lists, _long_for_all, _MLX, partly=True),
             Deviation(
                 "ignores attention_factor and computes sqrt(1 + ln k / ln L)",
                 _lists_temperature,
@@ -310,7 +316,10 @@ READERS: tuple[Reader, ...] = (
                 _equal_lists("mlx"),
             ),
             Deviation(
-                "grows the base by the position of each token", _is("dynamic"), _plain, _MLX,
+                "grows the base by the position of each token",
+                _is("dynamic"),
+                _plain,
+                _MLX,
                 "choose one length: rope-patch export DIR --scheme ntk:factor=k --output OUT",
             ),
         ),
@@ -373,9 +382,7 @@ READERS: tuple[Reader, ...] = (
                 _ONNX,
                 silent=False,
             ),
-            Deviation(
-                "ignores attention_factor", _own_temperature, _to(attention_factor=None), _ONNX
-            ),
+            Deviation("ignores attention_factor", _own_temperature, _to(attention_factor=None), _ONNX),
         ),
     ),
 )
