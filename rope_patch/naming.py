@@ -62,7 +62,7 @@ def _enter() -> None:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Finds the module with Transformers' registry as Python does, enters the name after it was executed, and is gone."""
+    """Finds the module with Transformers' registry as Python does, enters the name once it was run, and is gone."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -65,7 +65,7 @@ def scores_here(module: nn.Module) -> bool:
 
 @contextmanager
 def own_attention(model: nn.Module) -> Iterator[list[Any]]:
-    """Let the Transformers models in a model that ask for a scheme by its name run the attention that Transformers would
+    """Let the Transformers models in a model that ask for a scheme by name run the attention that Transformers would
     have chosen, as under a scheme that was mounted by hand. After an error they ask for it again, so that none runs
     without a scheme.
 

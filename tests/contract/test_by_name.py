@@ -1,5 +1,5 @@
-"""A folder that carries a scheme, loaded by plain Transformers with `attn_implementation="rope_patch"`: it computes what
-`rope_patch.from_pretrained` computes, from its first call on, or it refuses with the line to write instead.
+"""A folder that carries a scheme, loaded by plain Transformers with `attn_implementation="rope_patch"`: it computes
+what `rope_patch.from_pretrained` computes, from its first call on, or it refuses with the line to write instead.
 """
 
 from __future__ import annotations
