@@ -223,7 +223,8 @@ class _Begun:
         """Before any other module: positions count tokens, where it receives some."""
         if self.positions is None or (given := kwargs.get("position_ids")) is None:
             return None
-        return args, {**kwargs, "position_ids": self.positions if self.positions.ndim == given.ndim else self.passed}
+        positions = self.passed if given.ndim == 2 else self.positions.expand(len(given), -1, -1)
+        return args, {**kwargs, "position_ids": positions}
 
     def attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Before an attention module.
