@@ -10,6 +10,8 @@ forward. Where more is missing, the call is refused, and the model stays as it w
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import threading
 from typing import Any, NoReturn, cast
@@ -39,6 +41,7 @@ Running = dict[nn.Module, Arguments]
 """The modules whose forward runs, with its arguments."""
 
 _CALL = nn.Module._call_impl.__code__
+_COMPUTES = re.compile(r"(?<![\w.])(?!create_)\w+\(position_ids\b")  # a function of positions that is no module
 _mounting = threading.RLock()
 
 
@@ -166,6 +169,9 @@ def _caught_up(
     if changed or not (groups is None or holds_groups(groups)):
         unpatch(handle)
         _refuse(model, f"{handle.scheme} changes what enters the model")
+    if positions is not None and _COMPUTES.search(inspect.getsource(type(stack.module).forward)):
+        unpatch(handle)
+        _refuse(model, "it computes with positions that count pads here, since none were passed")
     _Begun(model, handle, positions, passed, named).hook(stack)
     return groups
 

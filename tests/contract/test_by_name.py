@@ -275,6 +275,31 @@ def test_tables_that_come_before_the_mask(llama, spec, tmp_path):
     refused(model, CALLS["a text"], "its tables of positions were computed before")
 
 
+class Computing(LlamaModel):
+    """Reads positions itself, behind its mask."""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        states, position_ids = self.embed_tokens(input_ids), torch.arange(input_ids.shape[1])[None]
+        mask = create_causal_mask(self.config, states, attention_mask, None, position_ids=position_ids)
+        states = states * scales_of(position_ids)
+        tables = self.rotary_emb(states, position_ids=position_ids)
+        for layer in self.layers:
+            states = layer(states, attention_mask=mask, position_embeddings=tables, position_ids=position_ids)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(states))
+
+
+def scales_of(position_ids):
+    return 1 + position_ids[..., None] / 100
+
+
+def test_a_stack_that_computes_with_positions(llama, tmp_path):
+    saved(llama, REROPE, tmp_path)
+    model = by_name(tmp_path)
+    model.model.__class__ = Computing
+    refused(model, CALLS["left pads"], "computes with positions that count pads here")
+    logits(model, IDS)
+
+
 def test_positions_that_are_no_rotation(tmp_path):
     with patch(absolute_families.build("bert"), "hierarchical") as handle:
         handle.model.save_pretrained(tmp_path / "bert")
