@@ -1,16 +1,21 @@
 """One line that lets a loaded Transformers model use another position scheme, and one that takes it back.
 
 The public names are those of `rope_patch.api`, which is loaded when the first of them is used: the command line
-explains itself without torch.
+explains itself without torch. The one thing that the import does is to enter the name "rope_patch" in Transformers'
+registries of attention (`rope_patch.naming`).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rope_patch.naming import enter_name as _enter_name
 from rope_patch.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rope_patch.api import *  # noqa: F403
+
+
+_enter_name()
 
 
 def __getattr__(name: str) -> Any:

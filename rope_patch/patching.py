@@ -26,6 +26,7 @@ from rope_patch.models.record import Record
 from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
 from rope_patch.mounting.handle import HANDLE, Mounted, PatchHandle, find_handle, find_handles
 from rope_patch.mounting.plan import Mount, install, plan_mounts
+from rope_patch.mounting.registration import own_attention
 from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
@@ -81,7 +82,7 @@ def patch(
         raise UnsupportedModel(f"the model comes first: write patch(model, {', '.join(others)})")
     attention = asked_attention(attention)
     model = loaded(model)
-    with torch.device("cpu"):  # whatever the default is, as within `with torch.device("meta")`
+    with torch.device("cpu"), own_attention(model):  # whatever the default is, as within `with torch.device("meta")`
         scheme = _requested(model, schemes, fields)
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
@@ -93,14 +94,14 @@ def patch(
 
 def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
     """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
-    with torch.device("cpu"):
+    with torch.device("cpu"), own_attention(model):
         planned = _planned(model, scheme, "auto", Record.find(model))
         return _mount(model, *planned, "auto", asked_attention("auto"))
 
 
 def mount_record(model: nn.Module, record: Record) -> PatchHandle:
     """Patch a model that was saved under a scheme, as it was saved; its config is again as before the patch."""
-    with torch.device("cpu"):
+    with torch.device("cpu"), own_attention(model):
         planned = _planned(model, record.scheme, "auto", None)
         return _mount(model, *planned, "auto", asked_attention("auto"), record.per_request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FLOORS = [
-    {"doctor", "errors", "graphs", "json_files", "shipped", "typing", "version"},
+    {"doctor", "errors", "graphs", "json_files", "naming", "shipped", "typing", "version"},
     {"schemes"},
     {"attention"},
     {"models"},

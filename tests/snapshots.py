@@ -51,7 +51,7 @@ def _value(value: Any) -> Any:
 
 
 def _registries() -> list[dict[Any, Any]]:
-    if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS:
+    if IMPLEMENTATION in ALL_ATTENTION_FUNCTIONS._local_mapping:
         gc.collect()  # of patched models that other tests threw away
     registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, ROPE_INIT_FUNCTIONS)
     return [{key: registry[key] for key in registry} for registry in registries]

@@ -25,7 +25,9 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-TRANSFORMERS = {"models", "mounting", "context_parallel", "saving", "patching", "evaluation", "serving", "training"}
+TRANSFORMERS = {"models", "mounting", "context_parallel", "saving", "patching", "evaluation", "serving", "training"} | {
+    "naming"
+}
 """Parts that may import Transformers."""
 
 SCHEME_TOOLS = {f"rope_patch.schemes.{name}" for name in ("base", "compose", "registry", "rules", "slots", "target")}

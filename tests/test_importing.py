@@ -73,6 +73,29 @@ def test_it_changes_nothing_in_transformers():
     assert seen()["changed"] == []
 
 
+ENTRIES = """
+import json, sys
+{first}
+from transformers import masking_utils, modeling_utils
+registries = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS
+finders = [type(finder).__module__ for finder in sys.meta_path]
+print(json.dumps([sorted(registry) for registry in registries] + ["rope_patch.naming" in finders]))
+"""
+
+
+def entries(first: str) -> list[Any]:
+    done = subprocess.run([sys.executable, "-c", ENTRIES.format(first=first)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_enters_one_name_in_two_registries_and_nothing_else():
+    plain, ours = entries("pass"), entries("import rope_patch")
+    assert [sorted({*registry, "rope_patch"}) for registry in plain[:2]] == ours[:2]
+    assert not any("rope_patch" in registry for registry in plain[:2])
+    assert ours[2] is False  # what waited for Transformers is gone
+
+
 def test_it_costs_what_transformers_costs():
     assert seen()["lazy"]
     assert seen()["seconds"] < 0.8  # 0.1 on a machine that is quiet

@@ -1,5 +1,5 @@
 """Tiles by the kernels of cuDNN, nearly twice as fast as FlashAttention-2 on Hopper: those that torch brings, and those
-of `nvidia-cudnn-frontend` (extra `gpu`), which also have windows.
+of `nvidia-cudnn-frontend` (extra `gpu`), which also have windows. Kernels without windows score bands in squares.
 
 Neither changes a setting of torch. `torch.backends.cuda.enable_cudnn_sdp(False)` switches both off.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.squares import Square, squares_of
 from rope_patch.attention.terms import upcast
-from rope_patch.attention.tile_kernels import FlashCUDA, Merged, Tensors, Work
+from rope_patch.attention.tile_kernels import Dense, FlashCUDA, Merged, Tensors, Work
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,7 @@ class CuDNN(FlashCUDA):
         return out.to(work.q.dtype), lse
 
     def _backward(self, work: Work, merged: Merged) -> Tensors:
-        if work.tile.kind != "band":
-            return _gradients(work, merged)
-        of_q, of_k, of_v = (torch.zeros_like(upcast(x)) for x in (work.q, work.k, work.v))
-        for row, square in itertools.product(range(len(of_q)), squares_of(work.tile)):
-            known = (_turned(square, _queries(square, x[row])) for x in (merged.out, merged.lse, merged.grad))
-            shares = _gradients(_in_square(square, work, row), Merged(*known))
-            share_q, share_k, share_v = (_turned(square, share) for share in shares)
-            _queries(square, of_q[row]).add_(share_q)
-            _keys(square, of_k[row]).add_(share_k)
-            _keys(square, of_v[row]).add_(share_v)
-        return of_q.to(work.q.dtype), of_k.to(work.k.dtype), of_v.to(work.v.dtype)
+        return _gradients(work, merged) if work.tile.kind != "band" else _by_squares(_gradients, work, merged)
 
 
 @dataclass(frozen=True)
@@ -124,6 +115,21 @@ class CuDNNWindows(CuDNN):
         known = merged.grad, work.q, work.k, work.v, merged.out, merged.lse[..., None]
         gradients: Tensors = _frontend().sdpa_bwd(*known, work.scale, **_bounds(work.tile), is_deterministic=exact)
         return gradients
+
+
+@dataclass(frozen=True)
+class FlashWithoutWindows(FlashCUDA):
+    """Flash by an implementation that refuses the gradients of a window: FlashAttention-4 as torch 2.11 activates it
+    (`torch/nn/attention/_fa4.py`). Gradients of a band come from squares, or from products where its last key is not
+    that of its last query.
+    """
+
+    def backward(self, work: Work, merged: Merged) -> Tensors:
+        if work.tile.kind != "band":
+            return super().backward(work, merged)
+        if not _ends_with_query(work.tile):
+            return Dense().backward(work, merged)
+        return _by_squares(super().backward, work, merged)
 
 
 def _frontend() -> Any:
@@ -202,6 +208,19 @@ def _gradients(work: Work, merged: Merged) -> Tensors:
         scale=work.scale,
     )
     return gradients
+
+
+def _by_squares(gradients: Callable[[Work, Merged], Tensors], work: Work, merged: Merged) -> Tensors:
+    """Gradients of queries, keys and values of a band, by a function that has those of tiles that are none."""
+    of_q, of_k, of_v = (torch.zeros_like(upcast(x)) for x in (work.q, work.k, work.v))
+    for row, square in itertools.product(range(len(of_q)), squares_of(work.tile)):
+        known = (_turned(square, _queries(square, x[row])) for x in (merged.out, merged.lse, merged.grad))
+        shares = gradients(_in_square(square, work, row), Merged(*known))
+        share_q, share_k, share_v = (_turned(square, share) for share in shares)
+        _queries(square, of_q[row]).add_(share_q)
+        _keys(square, of_k[row]).add_(share_k)
+        _keys(square, of_v[row]).add_(share_v)
+    return of_q.to(work.q.dtype), of_k.to(work.k.dtype), of_v.to(work.v.dtype)
 
 
 def _in_square(square: Square, work: Work, row: int) -> Work:

@@ -6,8 +6,9 @@ import functools
 import importlib.util
 
 import torch
+from torch.nn.attention import current_flash_attention_impl
 
-from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
+from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows, FlashWithoutWindows
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.tile_kernels import HALF, Dense, FlashCPU, FlashCUDA, Kernel, Merged, Work
 from rope_patch.attention.trials import Comparisons, Trial
@@ -22,12 +23,17 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
         return FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads())
     head_dim = query.shape[-1]
     fits = half and not masked and head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
-    if query.device.type == "cuda" and fits and not objection(FlashCUDA(), query.device, query.dtype, head_dim):
+    if query.device.type != "cuda" or not fits:
+        return Dense()
+    case, implementation = (query.device, query.dtype, head_dim), current_flash_attention_impl()
+    flash = FlashCUDA(implementation)
+    if not objection(flash, *case):
         for kernel in _of_cudnn():
-            if not objection(kernel(least=0, narrowest=0), query.device, query.dtype, head_dim):
-                return kernel()
-        return FlashCUDA()
-    return Dense()
+            if not objection(kernel(least=0, narrowest=0), *case):
+                return kernel(implementation)
+        return flash
+    others = () if implementation is None else (FlashWithoutWindows(implementation),)
+    return next((other for other in others if not objection(other, *case)), Dense())
 
 
 @functools.cache

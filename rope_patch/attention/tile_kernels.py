@@ -257,7 +257,13 @@ class FlashCUDA(Kernel):
 
     Its windows are aligned with the last query and the last key (FlashAttention-2, from version 2.1). It supports no
     mask.
+
+    Attributes:
+        implementation: the one that `torch.nn.attention.activate_flash_attention_impl` has put in its place, such as
+            `FA4`; None for torch's own. Each has a trial of its own.
     """
+
+    implementation: str | None = None
 
     def band_rows(self, width: float) -> int:
         """All queries: the kernel itself supports windows."""

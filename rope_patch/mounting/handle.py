@@ -57,6 +57,11 @@ class PatchHandle:
         return self.mounted[0][1]
 
     @property
+    def changes(self) -> Changes:
+        """What `remove` takes back."""
+        return self._changes
+
+    @property
     def _is_mounted(self) -> bool:
         return vars(self.stack.module).get(HANDLE) is self
 

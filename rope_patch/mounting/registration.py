@@ -1,16 +1,22 @@
-"""The names of attention functions in Transformers, each registered while a model needs it."""
+"""The names of attention functions in Transformers, each registered while a model needs it, and the models that were
+loaded by such a name.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-IMPLEMENTATION = "rope_patch"  # under a scheme
+from rope_patch.naming import NAME
+
+IMPLEMENTATION = NAME  # under a scheme
 SHARED = "rope_patch_shared"  # where several processes share a row
 NAMES = (IMPLEMENTATION, SHARED)  # no other name changes
 
@@ -55,3 +61,25 @@ def _forget_unused() -> None:
 def scores_here(module: nn.Module) -> bool:
     """Whether an attention module calls a registered function."""
     return cast(Any, module.config)._attn_implementation in NAMES
+
+
+@contextmanager
+def own_attention(model: nn.Module) -> Iterator[list[Any]]:
+    """Let the Transformers models in a model that ask for a scheme by name run the attention that Transformers would
+    have chosen, as under a scheme that was mounted by hand. After an error they ask for it again, so that none runs
+    without a scheme.
+
+    Yields:
+        the configs that asked for it.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    asking = {id(each.config): each for each in models if cast(Any, each.config)._attn_implementation == IMPLEMENTATION}
+    configs: list[Any] = [each.config for each in asking.values()]
+    for each, config in zip(asking.values(), configs, strict=True):
+        config._attn_implementation_internal = each.get_correct_attn_implementation(None, is_init_check=True)
+    try:
+        yield configs
+    except BaseException:
+        for config in configs:
+            config._attn_implementation_internal = IMPLEMENTATION
+        raise

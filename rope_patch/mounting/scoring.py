@@ -24,7 +24,9 @@ from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import is_paged, split_by_request
 from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.mounting.registration import IMPLEMENTATION
 from rope_patch.mounting.running_bias import running_sums
+from rope_patch.mounting.running_stack import is_linked
 from rope_patch.mounting.step import Scored, keep_step
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import ALL_PAIRS
@@ -63,6 +65,9 @@ def late_attention(
         arguments = (query, key, value), attention_mask, scaling, kwargs
         if (scored := rope_patch.step.attend(rope_patch, module, *arguments)) is not None:
             return scored
+    if rope_patch is None and not is_linked(module):  # of a model that asked for its scheme by name
+        by_name = ALL_ATTENTION_FUNCTIONS._global_mapping[IMPLEMENTATION]
+        return by_name(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     call, paged = _checked(module, rope_patch, kwargs)
     if paged:
         return _attend_by_request(module, query, key, value, call, scaling, dropout, kwargs)

@@ -38,6 +38,11 @@ class Changes:
         module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
         self._log.append((module, _HOOK, True, hook))
 
+    def hooks_of(self, module: nn.Module) -> list[Any]:
+        """The logged hooks of a module's forward, in the order in which they run."""
+        ours = {id(value) for target, name, _, value in self._log if target is module and name == _HOOK}
+        return [hook for hook in module._forward_pre_hooks.values() if id(hook) in ours]
+
     def hook_saving(self, module: nn.Module, hook: Any) -> None:
         """`register_state_dict_pre_hook`, logged."""
         module.register_state_dict_pre_hook(hook)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch import NotPatched, patch, unpatch
+from rope_patch import NotPatched, naming, patch, unpatch
 from rope_patch.mounting.registration import IMPLEMENTATION
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FOLLOWING, RUN, SCALED, TRAINING_LENGTH, build, config_of, from_config
@@ -105,19 +105,19 @@ def test_two_models_carry_two_schemes(llama):
 def test_the_attention_registry_is_clean_after_the_last_patch(llama):
     other = build()
     gc.collect()
-    names = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    functions = dict(ALL_ATTENTION_FUNCTIONS)
     one, two = patch(llama, "rerope:window=6"), patch(other, "alibi")
-    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) > names
+    assert dict(ALL_ATTENTION_FUNCTIONS) != functions
     one.remove()
     logits(other, tokens())
     two.remove()
-    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == names
+    assert dict(ALL_ATTENTION_FUNCTIONS) == functions
 
 
-def test_a_patched_model_that_is_thrown_away_leaves_no_name_behind():
+def test_a_patched_model_that_is_thrown_away_leaves_no_function_behind():
     patch(build(), "rerope:window=6")
     gc.collect()
-    assert IMPLEMENTATION not in ALL_ATTENTION_FUNCTIONS
+    assert ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION] is naming.attention
 
 
 @llama_and_scaled

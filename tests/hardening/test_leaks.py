@@ -14,7 +14,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch import get_scheme, patch, unpatch
+from rope_patch import get_scheme, naming, patch, unpatch
 from rope_patch.mounting.registration import _users
 from tests.cases import CASES
 from tests.families import build
@@ -143,4 +143,4 @@ def test_a_model_that_is_thrown_away_under_a_scheme_is_collected(spec):
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
     assert len(list(_users)) <= users
-    assert "rope_patch" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    assert ALL_ATTENTION_FUNCTIONS["rope_patch"] is naming.attention

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import json
 import multiprocessing
+import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -58,6 +61,30 @@ def test_its_files_need_nothing_of_rope_patch_and_equal_the_oracle(run, tmp_path
     assert not [path for path in tmp_path.rglob("*.py") if "from rope_patch" in path.read_text()]
     assert "[torch-noarch]" in (tmp_path / "build.toml").read_text()
     assert run(error_of, tmp_path, False) < 1e-6
+
+
+def test_every_build_has_the_hash_of_each_of_its_files(tmp_path):
+    kernel_repository.write(tmp_path)
+    for build in (tmp_path / "build").iterdir():
+        digest = json.loads((build / "metadata.json").read_text())["digest"]
+        assert digest["algorithm"] == "sha256"
+        assert digest["files"].keys() == {path.name for path in build.iterdir()} - {"metadata.json"}
+        summed = subprocess.run(["sha256sum", *digest["files"]], cwd=build, capture_output=True, text=True, check=True)
+        hashes = {name: base64.b64decode(value).hex() for name, value in digest["files"].items()}
+        assert summed.stdout.split() == [word for name, value in hashes.items() for word in (value, name)]
+
+
+def test_the_digest_is_that_of_kernels(tmp_path):
+    data = pytest.importorskip("kernels_data", reason="not installed: pip install kernels-data")
+    kernel_repository.write(tmp_path)
+    for build in (tmp_path / "build").iterdir():
+        expected = data.Metadata.read_from_file(build / "metadata.json").digest
+        (build / "__pycache__").mkdir()
+        (build / "__pycache__" / "made_by_an_import.pyc").touch()
+        expected.validate(data.Digest.hash_variant(expected.algorithm, build))
+        (build / "__init__.py").write_text("")
+        with pytest.raises(data.DigestValidationError):
+            expected.validate(data.Digest.hash_variant(expected.algorithm, build))
 
 
 @pytest.mark.skipif(bool(missing), reason=f"not installed: {' and '.join(missing)}")

@@ -10,9 +10,12 @@ The folder has build.toml with its source, and what `get_local_kernel` loads wit
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from rope_patch.version import __version__
 
@@ -43,10 +46,18 @@ def write(out: Path) -> None:
     for folder, backend in builds.items():
         identity = f"_{NAME.replace('-', '_')}_{backend}_{__version__.replace('.', '_')}"
         facts = {"name": NAME, "id": identity, "version": 1, "license": "Apache-2.0"}
-        facts |= {"python-depends": [], "backend": {"type": backend}}
+        facts |= {"python-depends": [], "backend": {"type": backend}, "digest": digest(folder)}
         (folder / "metadata.json").write_text(json.dumps(facts, indent=1) + "\n")
     (out / "build.toml").write_text(BUILD)
     shutil.copy(Path(__file__).parents[2] / "LICENSE", out / "LICENSE")
+
+
+def digest(folder: Path) -> dict[str, Any]:
+    """The SHA-256 of each source of a build, by its name, as metadata.json has it: `kernels verify-signature` compares
+    the files with it, and refuses a build without it.
+    """
+    hashes = {name: hashlib.sha256((folder / name).read_bytes()).digest() for name in sorted(SOURCES)}
+    return {"algorithm": "sha256", "files": {name: base64.b64encode(each).decode() for name, each in hashes.items()}}
 
 
 def main() -> None:
