@@ -321,6 +321,8 @@ PARTS = {
         rope_scaling=None,
         rotary_pct=0.25,
         rotary_emb_base=25000,
+        layer_norm_eps=1e-5,
+        use_parallel_residual=True,
     ),
 }
 
@@ -352,6 +354,7 @@ NESTED = {
             {"rope_type": "proportional", "partial_rotary_factor": 0.25},
             model_type="gemma4_text",
             global_head_dim=2 * HEAD,
+            num_kv_shared_layers=0,
             hidden_size_per_layer_input=0,
             vocab_size_per_layer_input=8,
         )
@@ -449,7 +452,13 @@ _CHUNKED = {"mrope_section": [4, 6, 6]}
 _INTERLEAVED = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
 _QWEN_3_5 = {"mrope_section": [11, 11, 10], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 _QWEN_3_5_SIZES: dict[str, Any] = {
-    **{"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 1,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     **{"layer_types": ["linear_attention", "full_attention"]},
 }
 
@@ -473,6 +482,7 @@ AXES = {
         "Three axes that alternate from pair to pair: of text all three positions are alike.",
         {"rope_theta": 5e6, **_INTERLEAVED},
         model_type="qwen3_vl_text",
+        tie_word_embeddings=False,
         longest=4 * L,
     ),
     "mrope_interleaved_partial": qwen_3_5(
@@ -555,6 +565,7 @@ PUBLISHED = {
         40960,
         *("InternLM/lmdeploy#4304", "InternLM/lmdeploy#4303", "vllm-project/vllm#42624"),
         model_type="qwen3",
+        tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
     "qwen3_8b_yarn": sized(
@@ -564,6 +575,7 @@ PUBLISHED = {
         40960,
         *("huggingface/transformers#38224", "NovaSky-AI/SkyRL#976", "microsoft/onnxruntime-genai#2311"),
         model_type="qwen3",
+        tie_word_embeddings=False,
         rope_parameters={**QWEN_YARN, "rope_theta": 1e6},
     ),
     "lfm2_yarn": sized(
@@ -574,6 +586,8 @@ PUBLISHED = {
         "sgl-project/sglang#26187",
         model_type="lfm2",
         layer_types=["conv", "full_attention"],
+        **{"norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 128, "block_multiple_of": 8},
+        **{"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
         rope_parameters={**QWEN_YARN, "rope_theta": 1e6},
     ),
     "mla_default": sized(
