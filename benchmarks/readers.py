@@ -343,8 +343,9 @@ def mlx_tables(config: dict[str, Any], layer_type: str, positions: list[Any]) ->
     model_class, args_class = _get_classes(config)
     layers = model_class(args_class.from_dict(config)).layers
     kinds = config.get("layer_types", [])
-    layer = layers[kinds.index(layer_type)] if layer_type else next(each for each in layers if "self_attn" in each)
-    rope = layer.self_attn.rope
+    at = [layers[kinds.index(layer_type)]] if layer_type else layers
+    modules = (each for layer in at for name, each in layer.named_modules() if name.endswith(("rope", "rotary_emb")))
+    rope = next(modules)
     pairs = (getattr(rope, "dims", None) or rope.dim) // 2
     one, zero = mx.ones((1, 1, 1, pairs)), mx.zeros((1, 1, 1, pairs))
     # the two of a pair are neighbours, or half a head apart

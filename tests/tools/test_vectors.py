@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -192,3 +194,30 @@ def test_the_five_lines_run_in_another_project(tmp_path):
             command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, check=False
         )
         assert (ended.returncode == 0) == passes, ended.stdout + ended.stderr
+
+
+def test_each_reader_was_held_to_all_of_them_and_the_pages_say_how_many_agree():
+    docs = FOLDER.parent / "docs"
+    rows = [json.loads(line) for line in (docs / "results/serving/deviations.jsonl").read_text().splitlines()]
+    held = {row["reader"] for row in rows}
+    assert sorted((row["reader"], row["vector"]) for row in rows) == sorted(product(held, INDEX))
+    agree = Counter(row["reader"] for row in rows if row["agrees"])
+    page = (docs / "serving.md").read_text()
+    assert (
+        f"Transformers 5.23 agrees with {agree['Transformers 5 5.23.0']}, vLLM 0.32.0 with {agree['vLLM 0.32.0']}, "
+        f"mlx-lm 0.32.2 with {agree['mlx-lm 0.32.2']} "
+    ) in page
+    assert f"{len(INDEX)} configs" in page
+    assert f"{len(INDEX)} configs" in (docs / "how-to" / "vectors.md").read_text()
+
+
+def test_the_page_has_a_line_for_each_vector():
+    pytest.importorskip("mkdocs")
+    path = FOLDER.parent / "docs" / "hooks" / "vectors.py"
+    loaded = importlib.util.spec_from_file_location("hook_of_vectors", path)
+    hook = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(hook)
+    page = hook.on_page_markdown((path.parents[1] / "how-to" / "vectors.md").read_text(), None, None, None)
+    assert "<!--" not in page
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(INDEX)
+    assert "| vLLM 0.32.0 | 91 | 15 | 2 |" in page
