@@ -32,9 +32,7 @@ def test_every_kind_and_every_cell_is_known():
     assert {cell.rstrip(" ¹²³") for row in MATRIX.values() for cell in list(row.values())[2:]} <= CELLS
 
 
-@pytest.mark.parametrize(
-    ("words", "reads"), [({"mscale": 0.7}, "yes"), ({"mscale": 0.7, "mscale_all_dim": 0.5}, "no")]
-)
+@pytest.mark.parametrize(("words", "reads"), [({"mscale": 0.7}, "yes"), ({"mscale": 0.7, "mscale_all_dim": 0.5}, "no")])
 def test_a_temperature_is_one_where_both_of_its_words_are_there(words, reads):
     parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
     (plain,) = supported(parameters, ["LlamaForCausalLM"], 1024, [LLAMA_CPP])
