@@ -1,4 +1,4 @@
-"""Whether two checkpoints say the same positions: trainer and rollout, adapters and their base, a GGUF and its source."""
+"""Whether two checkpoints say the same positions: trainer and rollout, adapters and base, a GGUF and its source."""
 
 from __future__ import annotations
 

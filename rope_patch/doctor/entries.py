@@ -179,8 +179,8 @@ class _Reader:
                 self.checked.notes.append(f"{name} names no layer type, so {self.source.model_type} ignores it")
             if kinds and "type" in given[name] and "rope_type" not in given[name]:
                 self.checked.notes.append(
-                    f"{name} has type={given[name]['type']!r:.40} without rope_type: Transformers 5 drops the scaling of "
-                    f"{self.source.model_type}"
+                    f"{name} has type={given[name]['type']!r:.40} without rope_type: Transformers 5 drops the scaling "
+                    f"of {self.source.model_type}"
                 )
             entries |= {kind: {"rope_type": "default", **(entries[kind] or {}), **given[name]} for kind in kinds}
         return {kind: entry for kind, entry in entries.items() if entry is not None}
