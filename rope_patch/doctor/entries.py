@@ -374,6 +374,8 @@ class _Reader:
         if not isinstance(found, list) or not 1 <= len(found) <= 4:
             self.checked.refuse(f"mrope_section={found!r:.80} must be a list with the pairs of each axis")
         sizes = tuple(0 if size == 0 else self.checked.size("mrope_section", size) for size in found)
+        if max(sizes) > _LARGEST_HEAD:
+            self.checked.refuse(f"mrope_section={found!r:.80} has more pairs than a head; at most {_LARGEST_HEAD}")
         named = ("mrope_interleaved", "interleaved")
         said = any(fields.get(name) is True for name in named for fields in (entry, self.fields))
         return {"sections": sizes, "interleaved": self.own.interleaved or (said and not self.own.known)}

@@ -173,6 +173,14 @@ def test_what_says_nothing_is_plain(tmp_path, fields):
     assert (rotation.rope_type, rotation.theta, rotation.width) == ("default", 10000.0, 16)
 
 
+@pytest.mark.parametrize("sections", [3, "x", {}, [], [1, 2, 3, 4, 5], [16, "x"], [16, -1], [16, True], [2, 2**23]])
+def test_sections_that_are_none_are_refused(tmp_path, sections):
+    fields = {**LLAMA, "model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": sections}}
+    start = time.perf_counter()
+    assert "mrope_section" in refused(written(tmp_path, fields))
+    assert time.perf_counter() - start < 0.5
+
+
 def test_layers_without_positions_have_none(tmp_path):
     fields = {"model_type": "gemma3_text", "rope_parameters": {"full_attention": None, "sliding_attention": {}}}
     assert list(report_of(written(tmp_path, fields)).rotations) == ["sliding_attention"]
