@@ -199,8 +199,7 @@ class _Reader:
             if kinds and "type" in given[name] and "rope_type" not in given[name]:
                 self.checked.notes.append(
                     f"{name} has type={given[name]['type']!r:.40} without rope_type: Transformers 5 drops the scaling "
-                    f"of "
-                    f"{self.source.model_type}"
+                    f"of {self.source.model_type}"
                 )
             entries |= {kind: {"rope_type": "default", **(entries[kind] or {}), **given[name]} for kind in kinds}
         return {kind: entry for kind, entry in entries.items() if entry is not None}
@@ -399,6 +398,8 @@ class _Reader:
         if not isinstance(found, list) or not 1 <= len(found) <= 4:
             self.checked.refuse(f"mrope_section={found!r:.80} must be a list with the pairs of each axis")
         sizes = tuple(0 if size == 0 else self.checked.size("mrope_section", size) for size in found)
+        if max(sizes) > _LARGEST_HEAD:
+            self.checked.refuse(f"mrope_section={found!r:.80} has more pairs than a head; at most {_LARGEST_HEAD}")
         named = ("mrope_interleaved", "interleaved")
         said = any(fields.get(name) is True for name in named for fields in (entry, self.fields))
         return {"sections": sizes, "interleaved": self.own.interleaved or (said and not self.own.known)}

@@ -119,7 +119,7 @@ LEFT_OUT = {
     "mistral4": lambda fields: "rope_scaling" in fields or "rope_parameters" not in fields,
     "zamba2": lambda fields: "hidden_size" in fields,
 }
-"""Configs that do not count: without `rope_parameters` Mistral 4 forgets which part of a head its attention rotates, and
+"""Configs that do not count: without `rope_parameters` Mistral 4 forgets which part of a head its attention rotates.
 Zamba 2 derives the width of a head, which its checkpoints state, from the two sizes by a rule of its own."""
 
 REORDERED = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text")

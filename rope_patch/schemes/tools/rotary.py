@@ -96,7 +96,7 @@ class RotaryLayout:
 
     def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
         """cos per dimension, `(..., head_dim)`, 1 without rotation, from cos per pair, `(..., d/2)`."""
-        if self.in_halves and head_dim == 2 * len(self.first):  # in one operator
+        if self._fills(head_dim):  # in one operator
             return torch.cat([cos, cos], dim=-1)
         cosines = cos.new_ones(*cos.shape[:-1], head_dim)
         for half in self.halves:
@@ -105,12 +105,16 @@ class RotaryLayout:
 
     def signed(self, sin: torch.Tensor, head_dim: int) -> torch.Tensor:
         """sin per dimension, `(..., head_dim)`, such that R x = x cos + x[`partners`] sin."""
-        if self.in_halves and head_dim == 2 * len(self.first):  # in one operator
+        if self._fills(head_dim):  # in one operator
             return torch.cat([-sin, sin], dim=-1)
         sines = sin.new_zeros(*sin.shape[:-1], head_dim)
         first, second = self.halves
         sines[..., first], sines[..., second] = -sin, sin
         return sines
+
+    def _fills(self, head_dim: int) -> bool:
+        """Whether every dimension of a head rotates, one half with the other."""
+        return self.in_halves and head_dim == 2 * len(self.first)
 
     def partners(self, head_dim: int) -> list[int]:
         """For each dimension the other one of its pair, or itself without a pair."""
