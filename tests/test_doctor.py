@@ -49,7 +49,7 @@ def test_all_readers_agree_on_a_plain_checkpoint(capsys):
     assert main(["doctor", default_checkpoint()]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "  default, theta = 10000; texts up to 256 tokens"
-    assert lines[-len(READERS) :] == [line for line in lines if " agrees (r" in line]
+    assert len([line for line in lines if " agrees (r" in line]) == len(READERS)
 
 
 def test_a_scheme_in_the_record_alone_is_lost_everywhere(tmp_path, capsys):
@@ -154,18 +154,3 @@ def test_readers_are_chosen_and_marked(capsys):
     assert [reading["known"] for reading in told] == ["run", "read"]
     assert main(["doctor", default_checkpoint(), "--for", "mxl"]) == 2
     assert "did you mean 'mlx'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "row",
-    # that mlx-lm's code for Phi reads no scaling is in docs/serving.md alone
-    [row for row in DEVIATIONS if not row["agrees"] and not row["vector"].startswith("partial")],
-    ids=lambda row: f"{row['reader']}-{row['vector']}",
-)
-def test_what_a_reader_was_seen_to_misread_is_told(tmp_path, row):
-    config = json.loads((ROOT / "vectors" / f"{row['vector']}.json").read_text())["config"]
-    entry = config.get("rope_parameters", {})
-    if row["reader"].startswith("mlx") and entry.get("rope_type", "default") != "default":
-        config |= {"rope_scaling": entry, "rope_theta": entry["rope_theta"]}  # the words that it reads
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    assert row["reader"].rpartition(" ")[0] in differing(tmp_path)

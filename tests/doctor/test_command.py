@@ -123,7 +123,7 @@ def test_strict_also_fails_where_a_config_is_ambiguous(write, capsys):
 
 def test_that_the_text_model_is_inside_is_no_doubt(write, capsys):
     write(inside={"model_type": "llava", "text_config": LLAMA})
-    assert "the text model's fields are in text_config" in printed(["inside", "--strict", "--for", "vllm"], capsys, 0)
+    assert "vLLM" in printed(["inside", "--strict", "--for", "vllm"], capsys, 0)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ ROWS = [
     for name in ("deviations", "more_readers")
     for row in (ROOT / f"docs/results/serving/{name}.jsonl").read_text().splitlines()
 ]
-KEYS = {"mlx-lm": "mlx", "vLLM": "vllm", "Transformers": "transformers4"}
-LIMITED = {("vLLM 0.32.0", "yarn_original_missing")}
+KEYS = {"mlx-lm": "mlx", "vLLM": "vllm", "Transformers": "transformers4", "Transformers 5": "transformers"}
+LIMITED = {("vLLM 0.32.0", name) for name in ("yarn_original_missing", "yarn_factor_not_the_ratio", "qwen3_8b_yarn")}
 """Rows whose positions are right, though the reader takes no text that is long enough."""
 
 HEAD, L, M = 64, 4096, 16384
@@ -294,13 +294,22 @@ def test_who_takes_theta_at_the_top_first():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['reader']}-{row['vector']}")
 def test_what_a_reader_was_seen_to_compute_is_told(row):
     vector = json.loads((ROOT / "vectors" / f"{row['vector']}.json").read_text())
-    config, entry, name = vector["config"], vector["config"].get("rope_parameters", {}), row["reader"].split()[0]
+    config, entry, name = (
+        vector["config"],
+        vector["config"].get("rope_parameters", {}),
+        row["reader"].rpartition(" ")[0],
+    )
     if name in ("mlx-lm", "Transformers") and "rope_theta" in entry:  # they were given the older words, too
         older = {"rope_scaling": {"type": entry["rope_type"], **entry}, "rope_theta": entry["rope_theta"]}
         config = {"partial_rotary_factor": entry.get("partial_rotary_factor", 1.0), **older, **config}
     told = reading(KEYS.get(name, name), Source(Path("vector"), config, "config", config))
-    assert (told.verdict == "refuses") == isinstance(row["errors"], str)
-    differs = any(each.layer_type == vector["layer_type"] for each in told.differences)
+    without_axes = "an image has three" in str(row["errors"])  # said by the script that ran the reader
+    assert (told.verdict == "refuses") == (isinstance(row["errors"], str) and not without_axes)
+    differs = any(
+        each.layer_type == vector["layer_type"]
+        and ("image" in row["vector"] or not each.words.startswith("gives the axes"))
+        for each in told.differences
+    )
     assert (told.verdict == "refuses" or differs) == (not row["agrees"])
     assert bool(told.limit) == ((row["reader"], row["vector"]) in LIMITED)
     if not row["agrees"]:

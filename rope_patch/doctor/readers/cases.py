@@ -123,6 +123,21 @@ def new_words_alone(layer: Layer) -> bool:
     return bool(layer.source.fields.get("rope_parameters")) and not layer.source.fields.get("rope_scaling")
 
 
+def null_factor(layer: Layer) -> bool:
+    """Yarn whose factor is null, which Transformers takes from the two lengths."""
+    return layer.rotation.rope_type == "yarn" and "factor" in layer.entry and layer.entry["factor"] is None
+
+
+def older_su(layer: Layer) -> bool:
+    """The first spelling of Phi-3's lists, with L at the top of the config alone."""
+    return named("su")(layer) and lacks(ORIGINAL)(layer)
+
+
+def has_axes(layer: Layer) -> bool:
+    """Sections of the pairs for the three axes of an image."""
+    return bool(layer.rotation.sections)
+
+
 def from_config(layer: Layer) -> bool:
     """A config, not a GGUF file, in which a converter has settled everything."""
     return layer.source.kind == "config"

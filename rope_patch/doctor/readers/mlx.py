@@ -15,6 +15,7 @@ from .cases import (
     OLD,
     all_of,
     any_of,
+    has_axes,
     is_type,
     is_yarn,
     lacks,
@@ -23,6 +24,7 @@ from .cases import (
     model_in,
     named,
     new_words_alone,
+    null_factor,
     plain,
     ratio,
     refuse,
@@ -41,6 +43,7 @@ _LISTS = EXPORT_LISTS.replace("{key}", "mlx")
 _ENTRY = Spelling(top_theta_first=True, type_first=True, original=("entry",))
 _OLD_MLX = replace(OLD, type_first=True, inner_partial=True)
 
+_phi3 = model_in("phi3")
 _gemma3 = model_in("gemma3", "gemma3_text")
 _reads_new_words = model_in(
     *("exaone_moe", "gemma4_text", "glm_moe_dsa", "granitemoehybrid", "laguna", "lfm2", "lfm2_moe", "mellum"),
@@ -135,10 +138,34 @@ MLX = Reader(
             "write rope_local_base_freq at the top",
             layers=("sliding_attention",),
         ),
+        Deviation("has no class for ModernBERT (ValueError)", model_in("modernbert*"), refuse, f"{_LM}", silent=False),
+        Deviation(
+            "reads L at the top of the config in its class for Phi-3",
+            _phi3,
+            taken_as(replace(_OLD_MLX, original=("top", "entry"))),
+            f"{_LM}/phi3.py",
+        ),
+        Deviation("reads no scaling in its class for LFM2", model_in("lfm2"), plain, f"{_LM}/lfm2.py"),
+        Deviation(
+            "stops at yarn whose factor is null (TypeError)",
+            null_factor,
+            refuse,
+            f"{_LM_ROPE} YarnRoPE",
+            "write the factor, max_position_embeddings / L",
+            silent=False,
+        ),
+        Deviation(
+            "gives every token one position, so it computes no images",
+            has_axes,
+            to(sections=()),
+            f"{_LM}/qwen2_vl.py",
+            "mlx-vlm serves models of images",
+            partly=True,
+        ),
         Deviation("reads no scaling in its class for Phi", model_in("phi"), plain, f"{_LM}/phi.py"),
         Deviation(
             "stops, because it has no such type (ValueError)",
-            named("su"),
+            all_of(named("su"), unless(_phi3)),
             refuse,
             _LM_ROPE,
             'write "longrope"',
@@ -147,7 +174,7 @@ MLX = Reader(
         *_default_l({"yarn": 4096, "llama3": 8192}),
         Deviation(
             f"stops, because {ORIGINAL} is not in the entry (KeyError)",
-            all_of(is_type("longrope"), lacks(ORIGINAL)),
+            all_of(is_type("longrope"), lacks(ORIGINAL), unless(_phi3)),
             refuse,
             _LM_ROPE,
             L_IN_ENTRY,

@@ -16,6 +16,7 @@ from .cases import (
     is_yarn,
     lacks,
     of_lengths,
+    older_su,
     refuse,
     to,
     unless,
@@ -50,6 +51,14 @@ TRANSFORMERS = Reader(
     "those "
     "at the top; L at the top before L of the entry",
     deviations=(
+        Deviation(
+            f"stops at the type su, because {ORIGINAL} is not in the entry (KeyError)",
+            older_su,
+            refuse,
+            "transformers 5.23.0 transformers/modeling_rope_utils.py _check_received_keys",
+            f'write "longrope" for the type, and "{ORIGINAL}" into the entry',
+            silent=False,
+        ),
         Deviation(
             "rounds the ends of the ramp where parameters are nested by layer type: it looks for truncate at the top "
             "alone",
