@@ -181,6 +181,12 @@ def test_sections_that_are_none_are_refused(tmp_path, sections):
     assert time.perf_counter() - start < 0.5
 
 
+def test_many_unknown_keys_make_one_short_note(tmp_path):
+    entry = {"rope_type": "default", **{f"{'k' * 200}{i}": i for i in range(1000)}}
+    (note,) = report_of(written(tmp_path, {**LLAMA, "rope_scaling": entry})).notes
+    assert len(note) < 400
+
+
 def test_layers_without_positions_have_none(tmp_path):
     fields = {"model_type": "gemma3_text", "rope_parameters": {"full_attention": None, "sliding_attention": {}}}
     assert list(report_of(written(tmp_path, fields)).rotations) == ["sliding_attention"]

@@ -66,6 +66,24 @@ def test_a_base_that_grows_is_followed(factor, theta):
         assert (difference_of(one, other).first if expected else difference_of(one, other)) == expected
 
 
+@pytest.mark.parametrize(
+    ("theta", "width", "longest", "factor", "other"),
+    [
+        (3.0, 4, 16, 0.0005, 3.006),
+        (20.0, 6, 4, 0.0005, 20.2),
+        (1000.0, 4, 4, 0.01, 1100.0),
+        (1000.0, 6, 16, 0.001, 1010.0),
+        (20.0, 8, 16, 0.0005, 20.1),
+    ],
+)
+def test_a_difference_that_sinks_for_a_while_is_seen_before(theta, width, longest, factor, other):
+    """A base that grows slowly meets the other one, after the angles have parted and before they part again."""
+    one = Rotation("dynamic", theta, width, longest=longest, factor=factor)
+    plain = Rotation("default", other, width, longest=longest)
+    expected = next(length for length in range(1, 16 * longest) if angle(one, plain, length) >= SEEN)
+    assert difference_of(one, plain).first == expected
+
+
 def test_the_lists_part_beyond_l():
     one = Rotation("longrope", 1e4, WIDTH, longest=512, original=128, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
     other = Rotation("default", 1e4, WIDTH, longest=512)

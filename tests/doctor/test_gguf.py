@@ -283,3 +283,10 @@ def test_a_folder_with_one_file_is_read_by_it(tmp_path):
     gguf_file(tmp_path / "n.gguf", "llama", common(4096, 5e5))
     with pytest.raises(Unreadable, match="2 GGUF files; pass one of them"):
         read_source(tmp_path)
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(100, 58), (224, 122), (44, 30), (192, 64)])
+def test_the_width_that_a_file_states_is_the_one_that_turns(tmp_path, head_dim, width):
+    settings = common(4096, 1e4, **{"attention.key_length": head_dim, "rope.dimension_count": width})
+    (rotation,) = rotations_of(gguf_file(tmp_path / "m.gguf", "llama", settings)).rotations.values()
+    assert rotation.width == width
