@@ -8,11 +8,13 @@ from .diagnosis import Difference, Reading, Report
 from .rotation import NEED_L, Rotation
 
 _WIDE = 26
+"""Columns of the names of readers, unless one is longer."""
 
 
 def words_of(report: Report) -> str:
     """What the config says, then a paragraph for each reader."""
-    return "\n".join([*_config(report), *(line for reading in report.readings for line in _reader(reading))])
+    wide = max([_WIDE, *(len(_name(reading)) for reading in report.readings)])
+    return "\n".join([*_config(report), *(line for reading in report.readings for line in _reader(reading, wide))])
 
 
 def stated(rotation: Rotation) -> str:
@@ -47,16 +49,20 @@ def _config(report: Report) -> Iterator[str]:
         yield f"  note: {note}"
 
 
-def _reader(reading: Reading) -> Iterator[str]:
-    yield f"{reading.reader + ' ' + reading.version:<{_WIDE}} {_VERDICTS[reading.verdict]} ({reading.known})"
+def _name(reading: Reading) -> str:
+    return f"{reading.reader} {reading.version}"
+
+
+def _reader(reading: Reading, wide: int) -> Iterator[str]:
+    yield f"{_name(reading):<{wide}} {_VERDICTS[reading.verdict]} ({reading.known})"
     for difference in reading.differences:
-        yield f"{'':<{_WIDE}} {said(difference)}"
+        yield f"{'':<{wide}} {said(difference)}"
     for reason in reading.reasons:
-        yield f"{'':<{_WIDE}} why: {reason}"
+        yield f"{'':<{wide}} why: {reason}"
     for cure in reading.cures:
-        yield f"{'':<{_WIDE}} cure: {cure}"
+        yield f"{'':<{wide}} cure: {cure}"
     if reading.writes:
-        yield f"{'':<{_WIDE}} it writes {reading.writes}"
+        yield f"{'':<{wide}} it writes {reading.writes}"
 
 
 _VERDICTS = {

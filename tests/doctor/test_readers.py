@@ -416,3 +416,17 @@ def test_bugs_name_a_thread_and_a_vector_that_is_there():
     for bug in BUGS:
         assert "#" in bug.thread or "@" in bug.thread, bug.program
         assert not bug.vector or (ROOT / "vectors" / f"{bug.vector}.json").is_file(), bug.vector
+
+
+@pytest.mark.parametrize("key", ["transformers", "transformers4", "vllm", "sglang"])
+@pytest.mark.parametrize("changes", [{"factor": "4"}, {"rope_theta": "1e6"}, {ORIGINAL: "4096"}])
+def test_a_number_that_is_a_string_stops_what_computes_with_it(key, changes):
+    config = SIZES | {"rope_scaling": YARN | changes, "rope_theta": 10000.0}
+    told = reading(key, Source(Path("strings"), config, "config", config))
+    assert (told.verdict, told.cures) == ("refuses", ("write it as a number",))
+
+
+def test_transformers_stops_at_a_number_that_is_a_string():
+    config = AutoConfig.for_model("llama", rope_scaling={"rope_type": "linear", "factor": "4"})
+    with pytest.raises(TypeError):
+        LlamaRotaryEmbedding(config)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..entries import ORIGINAL, Spelling, rotations_of
+from ..architecture import THETA
+from ..entries import KNOWN, ORIGINAL, Spelling, rotations_of
 from ..reader import Case, Change, Layer
 from ..rotation import Rotation
 
@@ -126,6 +127,13 @@ def new_words_alone(layer: Layer) -> bool:
 def null_factor(layer: Layer) -> bool:
     """Yarn whose factor is null, which Transformers takes from the two lengths."""
     return layer.rotation.rope_type == "yarn" and "factor" in layer.entry and layer.entry["factor"] is None
+
+
+def text_for_a_number(layer: Layer) -> bool:
+    """A number of the entry, or theta at the top, that is written as a string."""
+    fields, words = layer.source.fields, ("rope_type", "type")
+    values = [value for name, value in layer.entry.items() if name in KNOWN and name not in words]
+    return any(isinstance(value, str) for value in (*values, *(fields.get(name) for name in (*THETA, ORIGINAL))))
 
 
 def older_su(layer: Layer) -> bool:

@@ -27,6 +27,7 @@ from .cases import (
     two_lists,
     unless,
 )
+from .transformers import BY_CONFIG
 
 _SRT = "sglang 0.5.23 sglang/srt"
 _ROPE = f"{_SRT}/layers/rotary_embedding"
@@ -43,6 +44,7 @@ SGLANG = Reader(
     start="--context-length {length}",
     limits=(Limit(("yarn", "llama3", "longrope"), with_l=True),),
     deviations=(
+        *BY_CONFIG,
         Deviation(
             "reads rope_theta and rope_scaling at the top alone in its class for Qwen3",
             all_of(model_in("qwen3"), new_words_alone),

@@ -18,6 +18,7 @@ from .cases import (
     of_lengths,
     older_su,
     refuse,
+    text_for_a_number,
     to,
     unless,
     wrote,
@@ -41,6 +42,29 @@ def _l_at_top(layer: Layer) -> Rotation:
     return replace(rotation, factor=of_lengths(rotation))
 
 
+NO_STRINGS = Deviation(
+    "stops at a number that is a string (TypeError)",
+    text_for_a_number,
+    refuse,
+    _ROPE_UTILS,
+    "write it as a number",
+    silent=False,
+)
+
+BY_CONFIG = (
+    NO_STRINGS,
+    Deviation(
+        f"stops at the type su, because {ORIGINAL} is not in the entry (KeyError)",
+        older_su,
+        refuse,
+        "transformers 5.23.0 transformers/modeling_rope_utils.py _check_received_keys",
+        f'write "longrope" for the type, and "{ORIGINAL}" into the entry',
+        silent=False,
+    ),
+)
+"""What every program meets that takes the config as Transformers 5 has read it."""
+
+
 TRANSFORMERS = Reader(
     "Transformers 5",
     "transformers",
@@ -51,14 +75,7 @@ TRANSFORMERS = Reader(
     "those "
     "at the top; L at the top before L of the entry",
     deviations=(
-        Deviation(
-            f"stops at the type su, because {ORIGINAL} is not in the entry (KeyError)",
-            older_su,
-            refuse,
-            "transformers 5.23.0 transformers/modeling_rope_utils.py _check_received_keys",
-            f'write "longrope" for the type, and "{ORIGINAL}" into the entry',
-            silent=False,
-        ),
+        *BY_CONFIG,
         Deviation(
             "rounds the ends of the ramp where parameters are nested by layer type: it looks for truncate at the top "
             "alone",
@@ -90,6 +107,7 @@ TRANSFORMERS_4 = Reader(
     "without a word (Open-Athena/MarinFold#184)",
     spelling=OLD,
     deviations=(
+        NO_STRINGS,
         Deviation(
             "stops, because it has no such rope_type (KeyError)",
             is_type("proportional"),

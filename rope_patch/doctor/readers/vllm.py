@@ -25,7 +25,6 @@ from .cases import (
     model_in,
     mscales,
     null_factor,
-    older_su,
     plain,
     ratio,
     refuse,
@@ -35,6 +34,7 @@ from .cases import (
     wrote,
     yarn_temperature,
 )
+from .transformers import BY_CONFIG
 
 _PACKAGE = "vllm 0.32.0 vllm/model_executor"
 _ROPE = f"{_PACKAGE}/layers/rotary_embedding"
@@ -81,14 +81,7 @@ VLLM = Reader(
         Limit(("yarn",), begun="vllm-project/vllm#56446, September 2026; before, it multiplied L by the factor"),
     ),
     deviations=(
-        Deviation(
-            f"stops at the type su, because {ORIGINAL} is not in the entry (KeyError)",
-            older_su,
-            refuse,
-            "transformers 5.23.0 transformers/modeling_rope_utils.py _check_received_keys",
-            f'write "longrope" for the type, and "{ORIGINAL}" into the entry',
-            silent=False,
-        ),
+        *BY_CONFIG,
         Deviation(
             "does not start, because type and rope_type differ",
             _names_differ,
