@@ -94,7 +94,12 @@ TRANSFORMERS_5 = Spelling()
 
 @dataclass(frozen=True)
 class Stated:
-    """The rotations of a config by layer type, with a sentence about each thing that programs may take otherwise."""
+    """What a config says.
+
+    Attributes:
+        rotations: by layer type.
+        notes: a sentence about each thing that programs may take otherwise.
+    """
 
     rotations: Mapping[str, Rotation]
     notes: tuple[str, ...] = field(default=())
@@ -102,6 +107,10 @@ class Stated:
 
 def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
     """What a config says, taken by one spelling.
+
+    Args:
+        source: what `read_source` found.
+        spelling: which of its words count.
 
     Raises:
         Unreadable: it has no rotary positions, an unknown rope type, or a number that is not allowed.
