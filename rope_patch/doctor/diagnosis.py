@@ -100,6 +100,7 @@ def diagnose(source: Source, asked: Iterable[str] = ()) -> Report:
     """What readers make of a config.
 
     Args:
+        source: what `read_source` found.
         asked: names of readers behind `--for`, each with a version or without, such as `vllm==0.10`; all by default.
 
     Raises:
@@ -199,7 +200,12 @@ def differences_of(stated: Mapping[str, Rotation], found: Mapping[str, Rotation]
 
 
 def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Difference | None:
-    """How a rotation differs from the one that is stated; None if both turn every pair alike."""
+    """How a rotation differs from the one that is stated; None if both turn every pair alike.
+
+    Args:
+        stated, found: what a config says, and what a reader or another config makes of it.
+        kind: the layer type.
+    """
     temperature = found.temperature() / stated.temperature()
     if len(stated.frequencies()) != len(found.frequencies()):
         words = f"turns {found.width} of {found.head_dim} dimensions instead of {stated.width} of {stated.head_dim}"
@@ -272,7 +278,11 @@ def _first(stated: Rotation, found: Rotation) -> int | None:
 
 
 def as_numbers(report: Report) -> dict[str, Any]:
-    """A report as JSON; `schema.json` describes it."""
+    """A report as JSON; `schema.json` describes it.
+
+    Args:
+        report: of one config.
+    """
     return {
         "schema": 1,
         "config": report.path,

@@ -103,11 +103,11 @@ TRANSFORMERS_5 = Spelling()
 
 @dataclass(frozen=True)
 class Stated:
-    """The rotations of a config by layer type, with a sentence about each thing that programs may take otherwise.
+    """What a config says.
 
     Attributes:
         rotations: by layer type.
-        notes: the sentences.
+        notes: a sentence about each thing that programs may take otherwise.
         entries: by layer type, the fields beside the scaling as they are written.
     """
 
@@ -118,6 +118,10 @@ class Stated:
 
 def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
     """What a config says, taken by one spelling.
+
+    Args:
+        source: what `read_source` found.
+        spelling: which of its words count.
 
     Raises:
         Unreadable: it has no rotary positions, an unknown rope type, or a number that is not allowed.

@@ -67,6 +67,9 @@ def read_source(path: str | Path) -> Source:
 
     A folder of adapters is read by its base, if that is a folder here.
 
+    Args:
+        path: of any of them.
+
     Raises:
         Unreadable: there is no config, or it is not one.
     """

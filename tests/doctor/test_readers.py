@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rope_patch.doctor import READERS, Source, Unreadable, diagnose
+from rope_patch.doctor.entries import ORIGINAL
 from rope_patch.doctor.readers import BUGS
 from rope_patch.doctor.versions import is_ordered, older
 
