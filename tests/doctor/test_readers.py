@@ -40,6 +40,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 PART = {"rope_type": "proportional", "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 0.5}
 SECTIONS = {"mrope_section": [8, 12, 12]}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+QWEN2_VL = {"model_type": "qwen2_vl_text"}
 DEEPSEEK = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
 PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": L}
 
@@ -139,7 +140,7 @@ COMPUTED = {
     "mlx ": (YARN, {"model_type": "phi"}, plain(), 1.0),
     "mlx  ": (EQUAL | {"attention_factor": 1.3, "factor": 2.0}, {}, plain() / 2.5, lists_temperature()),
     "mlx-vlm": (YARN | {"mscale_all_dim": 0.5}, {}, yarn(), AT_4 / g(4.0, 0.5)),
-    "mlx-vlm ": (YARN | SECTIONS, {}, plain(), 1.0),
+    "mlx-vlm ": (YARN | SECTIONS, QWEN2_VL, plain(), 1.0),
     "mlx-vlm  ": (LISTS | {"long_mscale": 1.3, "short_mscale": 1.3}, {}, plain(), 1.3),
     # ONNX Runtime GenAI
     "onnx": (YARN, {}, plain(), 1.0),
@@ -155,7 +156,7 @@ COMPUTED = {
     "exllamav3   ": (LISTS | {"attention_factor": 1.3}, {}, plain() / 2.5, lists_temperature()),
     # LMDeploy
     "lmdeploy": (YARN | {"factor": 2.0}, {}, yarn(4.0), g(2.0)),
-    "lmdeploy ": (YARN | SECTIONS, {}, plain(), 1.0),
+    "lmdeploy ": (YARN | SECTIONS, QWEN2_VL, plain(), 1.0),
     "lmdeploy  ": (LINEAR | {"partial_rotary_factor": 0.5}, {}, plain() / 4, 1.0),
     "lmdeploy-pytorch": (YARN | {"mscale_all_dim": 0.5}, {}, yarn(), AT_4 / g(4.0, 0.5)),
     # TensorRT-LLM
@@ -356,6 +357,13 @@ def test_a_version_that_may_deviate_is_told_in_words(version):
     assert ("may be older than" in words) == (version != "1.1")
 
 
+LAGUNA = source(
+    {"full_attention": YARN | {"attention_factor": 1.4}, "sliding_attention": {"rope_type": "default"}},
+    both=False,
+    model_type="laguna",
+)
+
+
 @pytest.mark.parametrize(
     ("asked", "config", "words"),
     [
@@ -363,7 +371,7 @@ def test_a_version_that_may_deviate_is_told_in_words(version):
         ("sglang==0.4", source(YARN, both=False, model_type="lfm2_moe"), "before, it drops the scaling"),
         ("llama.cpp==b5000", source(YARN, architectures=["Qwen3MoeForCausalLM"]), "before, it drops yarn"),
         ("lmdeploy==0.9", source(YARN, both=False), "reads rope_theta and rope_scaling at the top alone"),
-        ("tensorrt-llm==1.0", source(YARN | {"attention_factor": 1.4}, model_type="laguna"), "applied twice"),
+        ("tensorrt-llm==1.0", LAGUNA, "applied twice"),
         ("megatron==0.10", source(LINEAR), "before, it drops linear"),
         ("deepspeed==0.17", source(LLAMA3), "drops the scaling without a word"),
         ("mlx-vlm==0.3", source(LLAMA3, model_type="mllama_text_model"), "before, it drops the scaling"),
