@@ -158,8 +158,7 @@ class _Reader:
             self.checked.notes.append(
                 Aside(
                     f"model_type={self.source.model_type!r:.40} is not one of Transformers: Llama's defaults are "
-                    f"taken, "
-                    "and code of its own may read other fields"
+                    "taken, and code of its own may read other fields"
                 )
             )
         return found or unknown_architecture(self.fields)

@@ -100,7 +100,6 @@ MEGATRON = Reader(
         ),
     ),
     unknown=f"Whether latent attention still takes max_position_embeddings for L (NVIDIA/Megatron-LM#1418, open since "
-    f"May "
-    f"2025). With yarn without {ORIGINAL} in the entry Megatron's own default is 4096. Which release of the bridge was "
-    "read.",
+    f"May 2025). With yarn without {ORIGINAL} in the entry Megatron's own default is 4096. Which release of the "
+    "bridge was read.",
 )

@@ -93,9 +93,8 @@ MLX = Reader(
     "0.32.2",
     "run",
     f"{_LM_ROPE} initialize_rope",
-    "config.json itself, with type before rope_type. Most classes, such as Llama's, take rope_scaling and rope_theta "
-    "at "
-    "the top alone; 17 of them, such as Qwen3's, take rope_parameters where those are missing",
+    "config.json itself, with type before rope_type. Most classes, such as Llama's, take rope_scaling and "
+    "rope_theta at the top alone; 17 of them, such as Qwen3's, take rope_parameters where those are missing",
     spelling=_ENTRY,
     by_layer=("gemma3*",),
     deviations=(

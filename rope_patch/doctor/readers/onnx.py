@@ -140,6 +140,5 @@ ONNX = Reader(
         ),
     ),
     unknown=f"What it takes where a key is in the entry and at the top, and {ORIGINAL} in both. Builders of Gemma 4 "
-    f"and "
-    "HunYuan have code of their own.",
+    "and HunYuan have code of their own.",
 )

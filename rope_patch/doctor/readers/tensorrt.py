@@ -111,6 +111,5 @@ TENSORRT = Reader(
         ),
     ),
     unknown="Which release reads rope_parameters: 51ea5c9 did not (theta 10000). With Transformers 4, yarn without L "
-    "has "
-    "L = 1024. How parameters by layer type reach its model classes.",
+    "has L = 1024. How parameters by layer type reach its model classes.",
 )

@@ -43,11 +43,9 @@ UNSLOTH = Reader(
     by_layer=("*",),
     writes="where max_seq_length is beyond max_position_embeddings: linear with the factor max_seq_length / "
     "max_position_embeddings and the theta of before in place of the entry, also of a native yarn, longrope or "
-    "dynamic; a "
-    "native llama3 stays. max_position_embeddings becomes max_seq_length. Until 9 July 2026 (unslothai/unsloth#7028) "
-    "llama3 was replaced, too, and theta was lost with Transformers 5. It patches Transformers so that "
-    "config.rope_scaling "
-    "= ... keeps theta (unslothai/unsloth#11192)",
+    "dynamic; a native llama3 stays. max_position_embeddings becomes max_seq_length. Until 9 July 2026 "
+    "(unslothai/unsloth#7028) llama3 was replaced, too, and theta was lost with Transformers 5. It patches "
+    "Transformers so that config.rope_scaling = ... keeps theta (unslothai/unsloth#11192)",
     deviations=(
         Deviation(
             "drops llama3 and yarn on its fast path, FastLanguageModel",
@@ -70,8 +68,7 @@ UNSLOTH = Reader(
         ),
     ),
     unknown="Which release of June 2026 has #6197: those of that month are taken to have it. Which models beside "
-    "Llama, "
-    "Mistral, Qwen2 and Qwen3 take the fast path.",
+    "Llama, Mistral, Qwen2 and Qwen3 take the fast path.",
 )
 
 AXOLOTL = Reader(
@@ -97,8 +94,7 @@ LLAMA_FACTORY = Reader(
     _AS_TRANSFORMERS,
     by_layer=("*",),
     writes="with the option rope_scaling, where cutoff_len is beyond L: rope_type, the factor cutoff_len / L rounded "
-    "up (2 "
-    "without training), L for dynamic, yarn and llama3, and 1 and 4 for llama3, in place of the whole entry; "
+    "up (2 without training), L for dynamic, yarn and llama3, and 1 and 4 for llama3, in place of the whole entry; "
     "max_position_embeddings becomes L times the factor, as a float. L is that of the entry, else "
     "max_position_embeddings. Until 19 May 2025 (hiyouga/LLaMA-Factory#8101) yarn was written without L",
     unknown="Whether theta survives on Transformers 5, where the new entry has none (inferred: it does not).",
@@ -113,11 +109,9 @@ MS_SWIFT = Reader(
     _AS_TRANSFORMERS,
     by_layer=("*",),
     writes="with --rope_scaling: type, L and the factor max_model_len / L rounded up, or the JSON that is given, with "
-    "theta "
-    "and partial_rotary_factor of rope_parameters, in place of the entry; max_model_len becomes the maximum. 4.5.3 "
-    "wrote "
-    "type without rope_type, at which Transformers 5.12 stopped. Its Megatron path was not given rope_scaling until "
-    "modelscope/ms-swift#6056",
+    "theta and partial_rotary_factor of rope_parameters, in place of the entry; max_model_len becomes the maximum. "
+    "4.5.3 wrote type without rope_type, at which Transformers 5.12 stopped. Its Megatron path was not given "
+    "rope_scaling until modelscope/ms-swift#6056",
 )
 
 VERL = Reader(
@@ -129,8 +123,7 @@ VERL = Reader(
     _AS_TRANSFORMERS,
     by_layer=("*",),
     writes="each key of actor_rollout_ref.model.override_config as it is; the rollout engine is not told and needs the "
-    "same "
-    "in its own options, such as hf_overrides",
+    "same in its own options, such as hf_overrides",
     unknown="Which theta a rollout has under such an override.",
 )
 

@@ -72,8 +72,7 @@ TRANSFORMERS = Reader(
     "run",
     "transformers 5.23.0 transformers/modeling_rope_utils.py standardize_rope_params, configuration_utils.py",
     "rope_scaling where it is not empty, else rope_parameters; theta and partial_rotary_factor of the entry before "
-    "those "
-    "at the top; L at the top before L of the entry",
+    "those at the top; L at the top before L of the entry",
     deviations=(
         *BY_CONFIG,
         Deviation(
