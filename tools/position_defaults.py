@@ -10,10 +10,10 @@ a trial: a config is made with one field changed, and its rotary module shows wh
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import json
 import logging
+import pydoc
 import re
 import warnings
 from collections.abc import Iterator
@@ -137,13 +137,12 @@ def setting(config: PreTrainedConfig, name: str) -> Any:
 
 def rotary_classes(config: PreTrainedConfig) -> list[type]:
     """The rotary modules of the file that has a config's model, those that take this very config first."""
-    try:
-        module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    except ImportError:  # a type that another one's model serves
+    module = pydoc.locate(type(config).__module__.replace(".configuration_", ".modeling_"))
+    if module is None:  # a type that another one's model serves
         model = getattr(transformers, str(MODEL_MAPPING_NAMES.get(config.model_type)), None)
         if model is None:
             return []
-        module = importlib.import_module(model.__module__)
+        module = pydoc.locate(model.__module__)
     found = [
         each
         for name, each in inspect.getmembers(module, inspect.isclass)

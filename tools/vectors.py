@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.doctor import Rotation, read_source, rotations_of
-from tools.vector_configs import CASES, Case, Text
+from tools.vector_cases import Case, Text
+from tools.vector_configs import CASES
 
 FOLDER = Path(__file__).parents[1] / "vectors"
 VERSION = "2.0.0"

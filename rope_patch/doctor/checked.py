@@ -38,8 +38,10 @@ class Checked:
             self.refuse(f"{name}={value!r:.80} must be true or false")
         return value
 
-    def number(self, name: str, value: Any, above: float = 0.0, most: float = 1e9) -> float:
-        """A number above one limit and at most another; a string that is one counts, with a note."""
+    def number(self, name: str, value: Any, above: float = 0.0, most: float = 1e9, least: float | None = None) -> float:
+        """A number above one limit, or at least another, and at most a third; a string that is one counts, with a
+        note.
+        """
         found = value
         if isinstance(value, str):
             try:
@@ -48,8 +50,10 @@ class Checked:
                 found = None
             else:
                 self.notes.append(f"{name}={value!r:.40} is a string; programs that need a number stop or misread it")
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not above < found <= most:  # also NaN
-            self.refuse(f"{name}={value!r:.80} must be a number above {above:g} and at most {most:g}")
+        number = isinstance(found, (int, float)) and not isinstance(found, bool)
+        if not number or not (found > above if least is None else found >= least) or not found <= most:  # also NaN
+            lower = f"above {above:g}" if least is None else f"of at least {least:g}"
+            self.refuse(f"{name}={value!r:.80} must be a number {lower} and at most {most:g}")
         return float(found)
 
     def tokens(self, name: str, value: Any, least: int = 2) -> int:

@@ -206,14 +206,15 @@ def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Differe
         stated, found: what a config says, and what a reader or another config makes of it.
         kind: the layer type.
     """
-    temperature = found.temperature() / stated.temperature()
+    old, new = stated.temperature(), found.temperature()
+    temperature = new / old if old else float(new == old)  # a factor of 0 is one that Transformers computes
     if len(stated.frequencies()) != len(found.frequencies()):
         words = f"turns {found.width} of {found.head_dim} dimensions instead of {stated.width} of {stated.head_dim}"
         return Difference(kind, 1, {}, temperature, words)
     first = _first(stated, found)
     said = []
     if abs(temperature - 1) > EXACT:
-        said.append(f"multiplies cos and sin by {found.temperature():.4g} instead of {stated.temperature():.4g}")
+        said.append(f"multiplies cos and sin by {new:.4g} instead of {old:.4g}")
     if first is not None:
         said.append(_described(stated, found))
     if stated.axes() != found.axes():

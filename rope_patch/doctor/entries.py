@@ -363,9 +363,10 @@ class _Reader:
             if entry.get(name) is None or rope_type not in types:
                 continue
             if entry[name] == 0 and name in _MAY_BE_ZERO and entry[name] is not False:
-                self.checked.notes.append(f"{name}=0 counts as not given")
+                self.checked.notes.append(f"{name}={entry[name]!r:.40} counts as not given")
                 continue
-            found[name] = self.checked.number(name, entry[name])
+            least = 0.0 if name == "attention_factor" else None  # of which Transformers computes 0, too
+            found[name] = self.checked.number(name, entry[name], least=least)
         return found
 
     def _original(self, entry: Mapping[str, Any], rope_type: str, longest: int) -> int:

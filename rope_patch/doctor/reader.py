@@ -173,7 +173,9 @@ class Reader:
         return any(model_type.startswith(name.removesuffix("*")) for name in self.by_layer)
 
     def limit(self, source: Source, rotation: Rotation, version: str = "") -> int | None:
-        """The longest text that it takes, in tokens, where it cuts the type of this rotation; else None."""
+        """The longest text that it takes, in tokens, where it cuts the type of a `rotation` of a `source`; else None.
+        The `version` is by default the newest that is known here.
+        """
         version = version or self.version
         for each in self.limits:
             stated = not each.with_l or "original_max_position_embeddings" in f"{source.fields}"

@@ -103,7 +103,7 @@ def test_a_field_is_named_with_what_is_allowed(tmp_path, name, value, allowed):
         (LLAMA3, "high_freq_factor", 0.5),
         *((YARN, "original_max_position_embeddings", value) for value in (0, 1, -8, "x", True, [1024], 1e300)),
         *((YARN, name, value) for name in ("beta_fast", "beta_slow", "mscale") for value in (-1, "x", True, [1])),
-        *((YARN, "attention_factor", value) for value in (0, -1, "x", True)),
+        *((YARN, "attention_factor", value) for value in (-1, "x", True)),
         *((YARN, "truncate", value) for value in ("false", 0, 1, [])),
         *((YARN, "rope_theta", value) for value in (0, 1, -5, True, "x", {})),
         *((LONGROPE, "short_factor", value) for value in (None, [], "x", [1.0] * 7, [1.0] * 7 + ["2"], [0.0] * 8)),

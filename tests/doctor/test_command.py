@@ -121,9 +121,9 @@ def test_strict_also_fails_where_a_config_is_ambiguous(write, capsys):
     printed(["fine", "--for", "transformers", "--strict"], capsys, 0)
 
 
-def test_that_the_text_model_is_inside_is_no_doubt(write, capsys):
-    write(inside={"model_type": "llava", "text_config": LLAMA})
-    assert "vLLM" in printed(["inside", "--strict", "--for", "vllm"], capsys, 0)
+def test_that_a_model_type_is_unknown_is_no_doubt(write, capsys):
+    write(mine=LLAMA | {"model_type": "mine"})
+    assert "note: model_type='mine'" in printed(["mine", "--strict", "--for", "vllm"], capsys, 0)
 
 
 @pytest.mark.parametrize(
