@@ -394,6 +394,13 @@ def test_a_bug_whose_fix_has_a_date_is_told_for_other_versions(asked, config, wo
     assert words not in "; ".join(reading(asked.partition("==")[0], config).reasons)
 
 
+@pytest.mark.parametrize(("version", "factor"), [("4.55.4", 2.0), ("4.56", 4.0), ("4.57.3", 4.0), ("", 4.0)])
+def test_a_bug_holds_up_to_the_release_that_fixed_it(version, factor):
+    asked = "transformers4" + f"=={version}" * bool(version)  # huggingface/transformers#38224
+    told = reading(asked, source(YARN, max_position_embeddings=2 * L))
+    assert [each.factor for each in told.rotations.values()] == [factor]
+
+
 @pytest.mark.parametrize(
     ("reader", "entry", "limit"),
     [
