@@ -5,14 +5,19 @@ import json
 import logging
 
 import pytest
+import transformers
 from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_patch.doctor import Unreadable, read_source, rotations_of
+from rope_patch.doctor import READERS, Unreadable, read_source, rotations_of
 from rope_patch.doctor.architecture import architecture_of
+from rope_patch.doctor.versions import older
 from tools.position_defaults import attempt, text_of, turned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+YARDSTICK = READERS[0].version
+"""Eight types of 5.17 read otherwise: their own code has changed since."""
 
 THETA = 54321.0
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -145,6 +150,7 @@ def disagreement(found, expected, length=0):
     return ""
 
 
+@pytest.mark.skipif(older(transformers.__version__, YARDSTICK), reason=f"Transformers {YARDSTICK} is the yardstick")
 @pytest.mark.parametrize("name", list(rotating()))
 def test_every_spelling_is_read_as_transformers_reads_it(tmp_path, name):
     cls, own = CONFIG_MAPPING[name], architecture_of(name)
