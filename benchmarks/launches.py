@@ -89,7 +89,7 @@ def graphs(shape: Shape, scheme: str) -> tuple[float, float]:
 
 
 def breaks(shape: Shape, scheme: str) -> tuple[float, float]:
-    """Its breaks, likewise."""
+    """The number of breaks in the graphs of the same call, likewise of both sides."""
     return _traced(shape, scheme)[1], _traced(shape, None)[1]
 
 

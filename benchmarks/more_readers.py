@@ -79,7 +79,7 @@ def transformers4_tables(config: dict[str, Any], positions: list[int]) -> Tables
 
 
 def exllamav3_tables(config: dict[str, Any], positions: list[int], sources: Path) -> Tables:
-    """The same by exllamav3's `RoPE`, without its compiled extension."""
+    """cos and sin by exllamav3's `RoPE`, without its compiled extension."""
     for name in ("exllamav3", "exllamav3.util", "exllamav3.model"):
         package: Any = sys.modules.setdefault(name, ModuleType(name))
         package.__path__ = [str(sources / name.replace(".", "/"))]
@@ -95,7 +95,7 @@ def exllamav3_tables(config: dict[str, Any], positions: list[int], sources: Path
 
 
 def mlx_vlm_tables(config: dict[str, Any], layer_type: str, positions: list[int], sources: Path) -> Tables:
-    """The same by mlx-vlm's `initialize_rope`, given the entry of the layer type."""
+    """cos and sin by mlx-vlm's `initialize_rope`, given the entry of the layer type."""
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)

@@ -381,7 +381,7 @@ def as_text(positions: list[Any]) -> list[int]:
 
 
 def vllm_tables(config: dict[str, Any], layer_type: str, positions: list[Any]) -> list[list[list[float]]]:
-    """The same by vLLM's `get_rope`, from the config as Transformers and vLLM's patch read it."""
+    """cos and sin, `(positions, d/2)`, by vLLM's `get_rope`; its own patch reads the config after Transformers."""
     from transformers import AutoConfig
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding

@@ -39,7 +39,7 @@ def of_readers() -> Iterator[str]:
 
 
 def section(reader: Reader) -> Iterator[str]:
-    """What one reader takes, how it deviates, and what is not established."""
+    """The section of one reader: which words it takes, its deviations, and facts that are not established."""
     yield f"\n## {reader.name}\n"
     yield f"{reader.version}, {reader.known}: {reader.source}\n"
     yield f"It takes {reader.takes}.\n"

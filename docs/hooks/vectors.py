@@ -22,7 +22,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def rows() -> list[dict[str, object]]:
-    """What each reader made of each vector."""
+    """The rows of real runs: a reader, a vector, and its errors."""
     return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
 
 
