@@ -32,7 +32,9 @@ def run(
     ahead: int = 0,
     sharing: int = 1,
 ) -> list[Row]:
-    """Measure every scheme at every length: scheme by scheme, length by length, cell by cell of the task.
+    """Measure every scheme at every length: the shortest length first, under every scheme, cell by cell of the task.
+
+    So an interrupted run has compared all schemes on what it reached, and what takes longest comes last.
 
     The model has no scheme before, between and after the measurements. A patched model is measured as it is, and only
     under its own scheme.
@@ -67,9 +69,12 @@ def run(
     cells = [task.control(one.line) if one.line in CONTROLS else at_length[one.length] for one in passes]
     facts = {**measured.facts(name), "task": task.name}
     measured_rows: list[Row] = []
-    sizes = [new for of_pass in cells for new in _new_sizes(task, of_pass)]
+    of_passes: dict[int, list[Row]] = {}
+    shortest_first = sorted(range(len(passes)), key=lambda number: passes[number].length)
+    sizes = [new for number in shortest_first for new in _new_sizes(task, cells[number])]
     with Progress(model, sizes, ahead) as bar:
-        for one, of_pass in zip(passes, cells, strict=True):
+        for number in shortest_first:
+            one, of_pass = passes[number], cells[number]
             scores: dict[int, Any] = {}
             with measured.patched_with(one.scheme), sharing_rows(sharing, model):
                 for cell in of_pass:
@@ -82,7 +87,8 @@ def run(
                     else:
                         bar.skip()
                     measured_rows += of_cell
-    return measured_rows
+                    of_passes.setdefault(number, []).extend(of_cell)
+    return [row for _, of_pass in sorted(of_passes.items()) for row in of_pass]
 
 
 def _measure(

@@ -152,10 +152,10 @@ def test_the_first_alone_tells_how_far_it_is(together):
     assert lines[1] == []
     assert [line.partition(": loss")[0] for line in lines[0][:6]] == [
         "1 of 6: plain checkpoint at 16",
-        "2 of 6: plain checkpoint at 32",
-        "3 of 6: PI at 16",
-        "4 of 6: PI at 32",
-        "5 of 6: ReRoPE, w = 8, log-n at 16",
+        "2 of 6: PI at 16",
+        "3 of 6: ReRoPE, w = 8, log-n at 16",
+        "4 of 6: plain checkpoint at 32",
+        "5 of 6: PI at 32",
         "6 of 6: ReRoPE, w = 8, log-n at 32",
     ]
 

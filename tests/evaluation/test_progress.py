@@ -101,14 +101,14 @@ def test_the_speed_of_a_cell_is_that_of_what_was_read_for_it(monkeypatch):
     assert [(row.seconds, row.tokens_per_second) for row in rows] == [(2.0, 50.0), (2.0, 3.5)]
 
 
-def test_a_line_for_each_row_that_is_measured_and_none_for_others(tmp_path, monkeypatch, capsys):
+def test_a_line_for_each_row_that_is_measured_the_shortest_first_and_none_for_others(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     losses = [f"{row.nll:.3f}" for row in measured(Rows(tmp_path / "rows.jsonl"))]
     lines = [LINE.fullmatch(line) for line in capsys.readouterr().err.splitlines()]
     assert [line.groups() for line in lines] == [
         ("1", "4", f"plain checkpoint at 16: loss {losses[0]}"),
-        ("2", "4", f"plain checkpoint at 32: loss {losses[1]}"),
-        ("3", "4", f"attention cut at L at 16: loss {losses[2]}"),
+        ("2", "4", f"attention cut at L at 16: loss {losses[2]}"),
+        ("3", "4", f"plain checkpoint at 32: loss {losses[1]}"),
         ("4", "4", f"attention cut at L at 32: loss {losses[3]}"),
     ]
     measured(Rows(tmp_path / "rows.jsonl"))
