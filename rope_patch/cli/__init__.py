@@ -25,6 +25,7 @@ COMMANDS = {
     "describe": _OWN / "describe.py",
     "plot": _ROOT / "tools" / "pictures.py",
     "perplexity": _ROOT / "recipes" / "perplexity.py",
+    "measure": _ROOT / "recipes" / "measure.py",
     "passkey": _ROOT / "recipes" / "passkey.py",
     "ruler": _ROOT / "recipes" / "ruler.py",
     "sweep": _ROOT / "recipes" / "sweep.py",

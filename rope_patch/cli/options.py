@@ -139,8 +139,9 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
         SystemExit: after `--help`.
     """
     check_words(words)
-    words, flags = list(words), {field.name: _flags(field) for field in dataclasses.fields(options)}  # type: ignore[arg-type]
-    of_file = _read(Path(words.pop(0)), flags) if words and words[0].endswith((".yaml", ".yml")) else {}
+    words, flags = list(words), flags_of(options)
+    configured = "plan" not in flags and words and words[0].endswith((".yaml", ".yml"))  # a plan is no config
+    of_file = words_of(path := Path(words.pop(0)), read_yaml(path), flags) if configured else {}
     allowed = {"--help", *(flag for spellings in flags.values() for flag in spellings)}
     typed = {word.partition("=")[0].replace("_", "-"): word for word in words if word.startswith("--")}
     if unknown := typed.keys() - allowed:
@@ -286,6 +287,11 @@ def _ending(action: Callable[[], object]) -> int:
     return 0
 
 
+def flags_of(options: type) -> dict[str, tuple[str, ...]]:
+    """How each option of a command is spelled on its command line, by the option's name in a file."""
+    return {field.name: _flags(field) for field in dataclasses.fields(options)}
+
+
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """How an option is spelled."""
     other = {"Specs": "scheme", Specs: "scheme", "Readers": "for"}
@@ -293,8 +299,13 @@ def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return (f"--{name}", f"--no-{name}") if field.type in ("bool", bool) else (f"--{name}",)
 
 
-def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """A YAML file as words of a command line, by option, so that its values are read and refused like typed ones."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; empty for an empty file.
+
+    Raises:
+        EvaluationError: it is not valid YAML, or no mapping.
+        OSError: it cannot be read.
+    """
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Settings) or {}
     except RecursionError as error:
@@ -303,6 +314,15 @@ def _read(path: Path, flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]
         raise EvaluationError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(settings, dict):
         raise EvaluationError(f"{path}: a mapping of options is expected, not {settings!r:.80}")
+    return settings
+
+
+def words_of(path: Path, settings: dict[str, Any], flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """Settings of a file as words of a command line, by option, so that they are read and refused like typed ones.
+
+    Raises:
+        EvaluationError: there is no such option, or a value is nested.
+    """
     words = {}
     for name, value in settings.items():
         if name not in flags:

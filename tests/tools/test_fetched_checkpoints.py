@@ -64,6 +64,13 @@ CASES = {
         3.167,
         'if n <= 0:\n        return "Invalid input',
     ),
+    "qwen2.5-coder-1.5b": (
+        1_777_088_000,
+        32768,
+        "def fibonacci(n):\n",
+        2.360,
+        'if n <= 0:\n        return "Invalid input',
+    ),
 }
 """Weights, L, the beginning of a text, the loss of `TEXT` in nats per token, and how the model continues the text."""
 
