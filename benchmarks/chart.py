@@ -82,12 +82,13 @@ def save_ratios(
     return path
 
 
-def save_losses(stages: Mapping[str, Any], path: Path) -> Path:
+def save_losses(stages: Mapping[str, Any], trained: int, path: Path) -> Path:
     """Draw what `benchmarks.checkpoint` found at the longest length: the loss of the last tokens, and that of a passage
     that is repeated, under each scheme and after fine-tuning under it.
 
     Args:
         stages: the parts in the file of results, by name.
+        trained: L in tokens.
     """
     found: dict[str, dict[str, list[float]]] = {}
     for name, part in stages.items():
@@ -98,11 +99,9 @@ def save_losses(stages: Mapping[str, Any], path: Path) -> Path:
             found[display_name(scheme)] = result["before"]
             found[f"{display_name(scheme)}, fine-tuned"] = result["after"]
     first = next(iter(found.values()))
-    shortest, *_, longest = sorted(
-        (name for name in first if name.startswith("last")), key=lambda x: int(x.split()[-1])
-    )
-    trained, length = (int(name.split()[-1]) for name in (shortest, longest))
-    cut = {longest: first[shortest], "repeat": first["repeat, cut at L"]}
+    after = {int(name.split()[-1]): name for name in first if name.startswith("last")}
+    length, longest = max(after), after[max(after)]
+    cut = {longest: first[after[trained]], "repeat": first["repeat, cut at L"]}
     note = f"Loss in nats, with standard errors over windows. L = {trained:,}; the checkpoint beyond L is off the scale"
     drawn, *panels = charts.sheet(f"A checkpoint at {length:,} tokens", note, 2.3, columns=2, sharey=True)
     for axes, (name, title) in zip(panels, {longest: "last tokens", "repeat": "repeated passage"}.items(), strict=True):

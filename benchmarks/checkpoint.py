@@ -2,9 +2,10 @@
 
 python -m benchmarks.checkpoint --model FOLDER [--length 32768] [--only far finetune serve] [--out runs/gpu]
 
-`far`: perplexity, a repeated passage, and what far text is worth. `finetune`: LoRA under YaRN and ReRoPE at --length,
-measured before and after. `serve`: generated tokens a second. The text is Python's standard library; what is scored is
-never trained on. It needs torch, transformers, accelerate and peft, and no network.
+`far`: loss of the same tokens after L/8 to --length tokens, which also shows what short text costs, and of a repeated
+passage. `finetune`: LoRA under YaRN and ReRoPE at --length, measured before and after. `serve`: generated tokens a
+second. The text is Python's standard library, or --text FILE; what is scored is never trained on. It needs torch,
+transformers, accelerate and peft, and no network.
 """
 
 from __future__ import annotations
@@ -37,8 +38,21 @@ from rope_patch.training.chunked_loss import chunked_loss
 
 TARGETS = 256
 """Scored tokens at the end of a text."""
-WINDOWS = 8
+WINDOWS = 4
 """Texts that are scored: windows of the full length, one after the other."""
+
+
+def schemes(trained: int, longest: int) -> list[str | None]:
+    """What `far` compares on a checkpoint with `trained` tokens of L, up to `longest` tokens; None is the plain one."""
+    factors = sorted({min(2 * trained, longest), longest})
+    return [
+        None,
+        *(f"yarn:target={length}" for length in factors),
+        f"rerope:window={trained // 2}+logn",
+        f"self_extend:target={longest},window={trained // 2}",
+        f"dca:chunk_size={3 * trained // 4}",
+        f"lm_infinite:local_window={trained - 4}",
+    ]
 
 
 class Stages:
@@ -90,8 +104,8 @@ class Stages:
             self.part(f"finetune/{scheme}", partial(self._finetuned, scheme))
 
     def far(self) -> None:
-        """Perplexity of the same last tokens, in nats: after ever longer text, after a copy, and after a cut at L."""
-        for scheme in (None, f"yarn:target={self.options.length}", f"rerope:window={self.trained() // 2}+logn"):
+        """Loss of the same last tokens, in nats: after ever longer text, after a copy, and after a cut at L."""
+        for scheme in schemes(self.trained(), self.options.length):
             self.part(f"far/{scheme or 'plain'}", partial(self._far, scheme))
 
     def serve(self) -> None:
@@ -115,11 +129,12 @@ class Stages:
 
     @functools.cached_property
     def _text(self) -> torch.Tensor:
-        """Tokens of Python's standard library, as many as all parts need."""
+        """Tokens of the text, as many as all parts need."""
         tokenizer = AutoTokenizer.from_pretrained(self.options.model, local_files_only=True)
         rows = (WINDOWS + 1 + self.options.steps) * self.options.length
         needed, found = max(rows, self.options.rows * self.options.prompt), []
-        for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        library = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+        for path in [self.options.text] if self.options.text else library:
             found += tokenizer(path.read_text(encoding="utf-8", errors="replace"), verbose=False).input_ids
             if len(found) > needed:
                 break
@@ -180,10 +195,9 @@ class Stages:
             scored.setdefault(name, []).append(float(chunked_nll(model, ids[:, :-1], ids[:, -targets:]).mean()))
 
         for window in range(WINDOWS):
-            text, length = self._tokens(window * longest, longest + 1), trained
-            while length <= longest:
+            text = self._tokens(window * longest, longest + 1)
+            for length in lengths(trained, longest):
                 score(f"last {TARGETS} after {length}", text[:, -length - 1 :])
-                length *= 2
             passage = text[:, 32 : 32 + min(TARGETS, trained // 4)]
             copied = torch.cat([text[:, : longest - passage.shape[1]], passage], dim=1)
             targets = passage.shape[1] - passage.shape[1] // 4
@@ -209,6 +223,15 @@ class Stages:
         return {**found, "tokens_per_second": round(rows * new / found[f"seconds for {new}"], 1)}
 
 
+def lengths(trained: int, longest: int) -> list[int]:
+    """L/8, L/2, L, 2L, 4L ... tokens up to the longest, without those that are too short for the scored tokens."""
+    found = [trained // 8, trained // 2]
+    while trained <= longest:
+        found.append(trained)
+        trained *= 2
+    return [length for length in found if TARGETS <= length <= longest]
+
+
 def kept_in(path: Path) -> dict[str, Any]:
     """The results of an earlier run; empty where the file is missing or damaged."""
     try:
@@ -224,6 +247,7 @@ NAMES = ("far", "finetune", "serve")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what is measured, and at which sizes."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--text", type=Path, help="text file to score and to train on (default: Python's library)")
     parser.add_argument("--length", type=int, default=32768, help="longest text in tokens (default %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="steps of each fine-tune (default %(default)s)")
     parser.add_argument("--rows", type=int, default=16, help="prompts served at once (default %(default)s)")
@@ -253,7 +277,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if beyond and importlib.util.find_spec("matplotlib"):
         from benchmarks import chart
 
-        print(chart.save_losses(stages.done, options.out / "losses.png"))
+        print(chart.save_losses(stages.done, stages.trained(), options.out / "losses.png"))
     failed = [name for name, part in stages.done.items() if part["error"] is not None]
     print(f"{stages.path}; failed: {', '.join(failed) or 'nothing'}")
     return 1 if failed else 0

@@ -76,7 +76,8 @@ def parts_of(options: argparse.Namespace) -> dict[str, Part]:
     bench: tuple[str, ...] = ("benchmarks.run", "--device", device, "--catalogue", "cuda", "--resume", *out)
     bench += ("--seconds", "1")  # a GPU repeats most rows dozens of times in it
     bench += ("--picture", str(options.out / "growth.png"), *(("--quick",) if options.quick else ()))
-    model = ("benchmarks.checkpoint", "--model", str(options.model), *sizes, *out, "--only")
+    text = ("--text", str(options.text)) if options.text else ()
+    model = ("benchmarks.checkpoint", "--model", str(options.model), *text, *sizes, *out, "--only")
     none = "" if options.model else "no --model is given: it takes the folder of a checkpoint"
     table = tuple(f"{group}/rerope" for group in TABLE) if options.quick else TABLE
     rest = ("--only", "flash", "module/rerope") if options.quick else ()
@@ -230,6 +231,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options.model = options.model or ROOT / "recipes" / "assets" / "tiny-llama"
     options.out = (options.out or Path("runs", "gpu-quick" if options.quick else "gpu")).resolve()
     options.model = options.model and options.model.resolve()
+    options.text = options.text and options.text.resolve()
     settings = {name: str(value) for name, value in vars(options).items() if name not in ("only", "minutes", "out")}
     facts = {**machine.facts(options.device), "commit": provenance()["commit"], "options": settings}
     record = Record(options.out / "gpu.json", facts)

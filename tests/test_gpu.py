@@ -266,7 +266,24 @@ def test_losses_are_drawn_and_nothing_that_is_scored_is_trained_on(tmp_path, mon
     assert len(set(rows)) == 2
     assert (tmp_path / "losses.png").stat().st_size > 5000
     found = results(tmp_path)
-    assert found["far/rerope:window=128+logn"]["result"].keys() == found["far/plain"]["result"].keys()
+    compared = ["plain", "yarn:target=512", "rerope:window=128+logn", "self_extend:target=512,window=128"]
+    compared += ["dca:chunk_size=192", "lm_infinite:local_window=252"]
+    assert [name for name in found if name.startswith("far/")] == [f"far/{scheme}" for scheme in compared]
+    after = ["last 256 after 256", "last 256 after 512", "repeat", "repeat, cut at L"]  # L/8 and L/2 are below 256
+    assert all(list(found[f"far/{scheme}"]["result"]) == after for scheme in compared)
+
+
+def test_a_checkpoint_of_32k_is_measured_in_short_text_and_at_two_factors():
+    assert checkpoint.lengths(32768, 131072) == [4096, 16384, 32768, 65536, 131072]
+    factors = [scheme for scheme in checkpoint.schemes(32768, 131072) if scheme and scheme.startswith("yarn")]
+    assert factors == ["yarn:target=65536", "yarn:target=131072"]
+
+
+def test_the_text_can_be_a_file(tmp_path):
+    (tmp_path / "text.txt").write_text("a text of my own " * 9)
+    options = checkpoint.argparse.Namespace(text=tmp_path / "text.txt", model=MODEL[1], length=1, steps=0, rows=1)
+    options.prompt, options.device, options.out, options.only = 1, "cpu", tmp_path, []
+    assert checkpoint.Stages(options)._text.shape[1] < 9 * 20
 
 
 def test_a_text_that_is_too_short_is_an_error_and_within_l_there_is_no_picture(tmp_path, monkeypatch):
