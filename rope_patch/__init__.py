@@ -2,7 +2,7 @@
 
 The public names are those of `rope_patch.api`, which is loaded when the first of them is used: the command line
 explains itself without torch. The one thing that the import does is to enter the name "rope_patch" in Transformers'
-registries of attention (`rope_patch.naming`).
+registries of attention (`rope_patch.naming`). The classes of schemes are found by their registered names too.
 """
 
 from importlib import import_module
@@ -23,6 +23,9 @@ def __getattr__(name: str) -> Any:
         api = import_module("rope_patch.api")
         if name in ("__all__", *api.__all__):
             return getattr(api, name)
+        registry = import_module("rope_patch.schemes.registry")
+        if name in registry.list_schemes():  # rope_patch.rerope is rope_patch.ReRoPE
+            return registry.scheme_class(name)
     raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
 
 

@@ -147,7 +147,7 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
     for part in scheme.parts():
         training = "needed on this model, see the warning" if lost and part.regime == "training-free" else None
         yield "scheme", f"{part} ({type(part).__name__})"
-        rules = rules_of(type(part))  # type: ignore[arg-type]
+        rules = rules_of(type(part))
         changed = (field.name for field in dataclasses.fields(part) if getattr(part, field.name) != field.default)  # type: ignore[arg-type]
         if fields := "; ".join(f"{name}: {rules[name].allowed()}" for name in changed if name in rules):
             yield "  fields", fields

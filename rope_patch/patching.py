@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from rope_patch.models.paged import forget_managers
 from rope_patch.models.record import Record
 from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
 from rope_patch.mounting.handle import HANDLE, Mounted, PatchHandle, find_handle, find_handles
+from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.mounting.plan import Mount, install, plan_mounts
 from rope_patch.mounting.registration import own_attention
 from rope_patch.mounting.saved import Notice, install_saving
@@ -32,15 +35,16 @@ from rope_patch.mounting.scheme_warnings import scheme_warning
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import spelled
-from rope_patch.schemes.registry import as_scheme
+from rope_patch.schemes.registry import as_scheme, find_name, scheme_from_dict
 from rope_patch.schemes.target import advise, reached
 
 
 def patch(
     model: nn.Module | PatchHandle,
-    *schemes: str | Scheme | dict[str, Any],
+    *schemes: str | Scheme | dict[str, Any] | Sequence[Any],
     mount: Mount = "auto",
     attention: AttentionMode = "auto",
+    replace: bool = False,
     **fields: Any,
 ) -> PatchHandle:
     """Let a loaded model use another position scheme. Nothing but this model object changes.
@@ -48,16 +52,18 @@ def patch(
     Args:
         model: a Transformers model, also inside PEFT or another wrapper.
         *schemes: names (`"yarn"`, `"rerope:window=512+logn"`), scheme objects, or `rope_parameters` of Transformers
-            (`{"rope_type": "yarn", "factor": 4.0}`); several are composed.
+            (`{"rope_type": "yarn", "factor": 4.0}`, also as the argument `rope_scaling` or `rope_parameters`); several
+            of them, or a list, are composed.
         mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
         attention: `"auto"` for the fastest exact executor; `"oracle"`, `"chunked"`, `"segmented"` or `"fused"` to
             prefer the dense definition, the same in blocks, flash per region, or Triton's kernel; or the name of an
             executor (`"merged"`, `"joined"`, ...), which is forced: a call that it cannot compute raises an error with
             the reason. The environment variable `ROPE_PATCH_ATTENTION` stands in for `"auto"`. `explain` shows what is
             taken.
-        **fields: the scheme's fields, with exactly one name. `target`, a length in tokens, may stand beside several:
-            it fills the fields that are left open, so that the scheme reaches that length on this model. `"auto"` fills
-            those that follow from the model alone.
+        replace: take off the scheme that the model carries, with its learned parameters, and put this one in its place.
+        **fields: the scheme's fields, with exactly one name. `target`, a length in tokens or a multiple of the length
+            that the model reads today (`"4x"`), may stand beside several: it fills the fields that are left open, so
+            that the scheme reaches that length on this model. `"auto"` fills those that follow from the model alone.
 
     Returns:
         a handle with `remove()`, also usable in a `with` statement; the same one if the model carries exactly this
@@ -67,7 +73,7 @@ def patch(
         UnknownScheme, InvalidField, SlotConflict: the scheme is not right.
         UnsupportedModel: the model has no seam for it.
         NothingToPatch: no layer would change.
-        AlreadyPatched: the model carries another scheme; `unpatch` it first.
+        AlreadyPatched: the model carries another scheme, and `replace` is false.
 
     Warns:
         RopePatchWarning: the scheme would change nothing, or a pretrained model needs training under it.
@@ -86,10 +92,32 @@ def patch(
         scheme = _requested(model, schemes, fields)
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
+        if replace and find_handle(model) is not None:
+            with _taken_off(model):
+                return patch(model, scheme, mount=mount, attention=attention)
         scheme, mounted = _planned(model, scheme, mount, Record.find(model))
         if warning := scheme_warning(scheme, mounted):
             warn(warning, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)
+
+
+@contextmanager
+def _taken_off(model: nn.Module) -> Iterator[None]:
+    """Take the scheme off a model; it comes back, with its learned parameters, if the block raises an error."""
+    carried, record = find_handles(model), Record.find(model)
+    learned = {name: value.detach().clone() for name, value in learned_parameters(model).items()}
+    for handle in carried:
+        handle.remove()
+    try:
+        yield
+    except BaseException:
+        for handle in carried:
+            per_request = record.per_request if record else None
+            _mount(handle.model, handle.scheme, handle.mounted, *handle._settings, per_request, handle)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for name, value in learned_parameters(model).items():
+                value.copy_(learned[name])
+        raise
 
 
 def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
@@ -119,14 +147,21 @@ def loaded(model: nn.Module | PatchHandle) -> nn.Module:
 
 def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
     """What `patch` was asked for; a dict is read with the config of the model."""
+    stated = [fields.pop(name) for name in ("rope_scaling", "rope_parameters") if isinstance(fields.get(name), dict)]
+    listed = [one for each in (*schemes, *stated) for one in (each if isinstance(each, (list, tuple)) else [each])]
     try:
-        if any(isinstance(scheme, dict) for scheme in schemes):
-            config = find_stacks(model)[0][1].config
-            schemes = [scheme_of_parameters(each, config) if isinstance(each, dict) else each for each in schemes]
-        return as_scheme(schemes, fields)
+        config = find_stacks(model)[0][1].config if any(isinstance(each, dict) for each in listed) else None
+        return as_scheme([_of_dict(each, config) if isinstance(each, dict) else each for each in listed], fields)
     except MissingField as error:
         handle = find_handle(model)
         raise advise(error, (handle.stack if handle else read_stacks(model)[0]).checkpoint) from None
+
+
+def _of_dict(parameters: dict[str, Any], config: Any) -> Scheme:
+    """The scheme that a dict describes: by its `name` here, or as `rope_parameters` of Transformers."""
+    if isinstance(parameters.get("name"), str) and not parameters.keys() & {"rope_type", "type"}:
+        return scheme_from_dict({**parameters, "name": find_name(parameters["name"])})
+    return scheme_of_parameters(parameters, config)
 
 
 def _same_patch(model: nn.Module, scheme: Scheme, settings: tuple[str, str]) -> PatchHandle | None:
@@ -160,7 +195,11 @@ def check_free(model: nn.Module, scheme: Scheme) -> None:
         AlreadyPatched: it does.
     """
     if (handle := find_handle(model)) is not None:
-        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {scheme}")
+        typed = spelled(scheme)
+        raise AlreadyPatched(
+            f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {typed}, or write "
+            f"patch(model, {typed!r}, replace=True)"
+        )
 
 
 def _check_record(record: Record, model: nn.Module, scheme: Scheme) -> None:
@@ -187,12 +226,16 @@ def _mount(
     mount: Mount,
     attention: AttentionMode,
     per_request: Mapping[int, Scheme] | None = None,
+    handle: PatchHandle | None = None,
 ) -> PatchHandle:
+    """Install a scheme that was planned; a `handle` that was removed takes it up again."""
     rotary = {tables.module: stack.module for stack, _ in mounted for tables in stack.rotary}
     holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
     forget_managers(holders)
     changes = Changes()
-    handle = PatchHandle(model, scheme, mounted, changes, (mount, attention))
+    if handle is None:
+        handle = PatchHandle(model, scheme, mounted, changes, (mount, attention))
+    handle._changes, handle.layer_states = changes, ()
     try:
         for module, its_stack in rotary.items():  # while the configs are those of the checkpoint
             changes.fill_tables(module, its_stack)
@@ -200,6 +243,7 @@ def _mount(
         for stack, plan in mounted:
             handle.layer_states += install(plan, stack, attention, changes)
             changes.set(stack.module, HANDLE, handle)
+            changes.set(stack.module, "extra_repr", partial(_shown, stack.module.extra_repr, spelled(scheme)))
         for module, its_stack in rotary.items():
             changes.keep_filled(module, its_stack)
         install_saving([*find_around(model), *model.modules()], notice, changes)
@@ -213,24 +257,46 @@ def _mount(
     return handle
 
 
-def unpatch(model: nn.Module | PatchHandle) -> PatchHandle:
+def _shown(own: Callable[[], str], scheme: str) -> str:
+    """What `print(model)` says of a patched module: its `own` words, and the scheme."""
+    return "\n".join(filter(None, (own(), f"(rope_patch): {scheme}")))
+
+
+def current_scheme(model: nn.Module | PatchHandle) -> Scheme | None:
+    """The scheme that a model carries, as `patch` was asked for it, with the fields that a target fills; None without.
+
+    Args:
+        model: a Transformers model, also inside PEFT or another wrapper, or a handle.
+
+    Raises:
+        UnsupportedModel: it is neither.
+    """
+    handle = find_handle(loaded(model))
+    return None if handle is None else handle.scheme
+
+
+def unpatch(model: nn.Module | PatchHandle, *, missing_ok: bool = False) -> PatchHandle | None:
     """Restore a patched model exactly: forwards, hooks, buffers, config, attention choice, registries.
 
     Args:
         model: patched, or its handle.
+        missing_ok: accept a model that carries no scheme.
 
     Returns:
-        the handle of the scheme that was taken off, as `patch` returned it: `handle.model`, `handle.scheme`.
+        the handle of the scheme that was taken off, as `patch` returned it: `handle.model`, `handle.scheme`; None if
+        there was none.
 
     Raises:
-        NotPatched: when it carries no scheme.
+        NotPatched: when it carries no scheme, and `missing_ok` is false.
     """
-    if isinstance(model, PatchHandle):
+    if isinstance(model, PatchHandle) and not (missing_ok and not model._is_mounted):
         model.remove()
         return model
     handles = find_handles(loaded(model))
     if not handles:
-        raise NotPatched(f"{type(model).__name__} carries no scheme")
+        if missing_ok:
+            return None
+        raise NotPatched(f"{type(model).__name__} carries no scheme; unpatch(model, missing_ok=True) accepts that")
     for handle in handles:
         handle.remove()
     return handles[0]

@@ -166,7 +166,7 @@ def test_fields_that_follow_from_the_model_alone(llama):
         assert handle.scheme == get_scheme("rerope:window=16+logn")
     said = told(InvalidField, patch, llama, "yarn", target="auto")
     assert said.startswith("yarn: target='auto' is not allowed, as its fields follow from the length; target must be")
-    told(InvalidField, patch, llama, "rerope", target="4x")
+    told(InvalidField, patch, llama, "rerope", target="x4")
     told(InvalidField, patch, llama, "alibi", target="auto")
 
 

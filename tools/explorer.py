@@ -88,7 +88,7 @@ def facts_of(name: str) -> dict[str, Any]:
 
 def fields_of(kind: type[Scheme]) -> list[dict[str, Any]]:
     """Each field with its default, None where it is required or left to the checkpoint, and its rule."""
-    rules, found = rules_of(kind), []  # type: ignore[arg-type]
+    rules, found = rules_of(kind), []
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.name in WITHOUT_A_PICTURE:
             continue

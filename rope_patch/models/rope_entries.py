@@ -150,7 +150,7 @@ def scheme_of_entry(entry: dict[str, Any], nested: bool, checked: bool = True) -
 
 def _is_computable(cls: type[Scheme], values: dict[str, Any]) -> bool:
     """Whether the only values that break a rule of the class are numbers of at least 0, and its factor is above it."""
-    rules = [rule for rule in rules_of(cls).values() if rule.name in values]  # type: ignore[arg-type]
+    rules = [rule for rule in rules_of(cls).values() if rule.name in values]
     numbers = {rule.name for rule in rules if rule.kind in (int, float)}
     if not all(is_number(values[name]) and values[name] >= 0 for name in numbers) or values.get("factor") == 0:
         return False

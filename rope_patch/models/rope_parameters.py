@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rope_patch.errors import InvalidField, NotExpressible, UnsupportedModel, did_you_mean
+from rope_patch.errors import InvalidField, NotExpressible, NotPatched, UnsupportedModel, did_you_mean
 from rope_patch.models.base import AttentionLayer, Stack
 from rope_patch.models.config import (
     checkpoint_of_config,
@@ -22,8 +22,8 @@ from rope_patch.models.config import (
     scheme_of_layer_type,
     training_length,
 )
-from rope_patch.models.find_stacks import read_stacks
-from rope_patch.models.record import before_patch
+from rope_patch.models.find_stacks import find_stacks, read_stacks
+from rope_patch.models.record import Record, before_patch
 from rope_patch.models.rope_entries import SCALING, rope_entries, scheme_of_entry
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
@@ -44,12 +44,13 @@ STANDS_STILL = 1e12  # the factor of a pair whose frequency is 0: it turns by le
 
 
 def export_rope_parameters(
-    scheme: Scheme, config: Any, as_lists: int | None = None, weights: Weights = NO_WEIGHTS
+    scheme: Scheme | nn.Module, config: Any = None, as_lists: int | None = None, weights: Weights = NO_WEIGHTS
 ) -> dict[str, Any]:
     """The `rope_parameters` with which plain Transformers, and other readers of its configs, compute this scheme.
 
     Args:
-        scheme: with static frequencies, or Transformers' own length-dependent ones.
+        scheme: with static frequencies, or Transformers' own length-dependent ones; or a patched model, for its scheme
+            and its config.
         config: of the unpatched checkpoint; it stays unchanged. If it nests the parameters by layer type, those
             of layers with a window within the training length stay.
         as_lists: the longest context in tokens; the frequencies are then written as `equal_lists` instead of as the
@@ -61,7 +62,13 @@ def export_rope_parameters(
 
     Raises:
         NotExpressible: Transformers cannot express the scheme; the message names the reason.
+        NotPatched: the model carries no scheme.
+        InvalidField: a scheme came without a config.
     """
+    if isinstance(scheme, nn.Module):
+        scheme, config = _of_model(scheme)
+    if config is None:
+        raise InvalidField("a scheme alone has no base: write export_rope_parameters(scheme, model.config)")
     if not getattr(config, "rope_parameters", None):
         raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are not a rotation")
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -188,6 +195,16 @@ def stated_length(scheme: Scheme, parameters: dict[str, Any], config: Any) -> in
     factor = entry.get("factor") or getattr(scheme, "factor", 1 if scheme.name == "rope" else None)
     trained = entry.get("original_max_position_embeddings") or training_length(config)
     return None if factor is None else round(factor * trained)
+
+
+def _of_model(model: nn.Module) -> tuple[Scheme, Any]:
+    """The scheme of a patched model, and its config from before the patch."""
+    record = Record.find(model)
+    if record is None:
+        raise NotPatched(
+            f"{type(model).__name__} carries no scheme: write export_rope_parameters(scheme, model.config), or patch it"
+        )
+    return record.scheme, before_patch(find_stacks(model)[0][1].config)
 
 
 def scheme_of_parameters(parameters: dict[str, Any], config: Any) -> Scheme:

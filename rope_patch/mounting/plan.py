@@ -252,7 +252,7 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     if stack.absolute is not None and not (scheme.slots == {"embedding"} and scheme.is_table):
         raise UnsupportedModel(
             f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, but only "
-            "the rows of that table can be replaced"
+            "the rows of that table can be replaced; 'hierarchical' does, and reaches L^2 tokens"
         )
     if "embedding" in scheme.slots and not scheme.every_block:
         accepted = inspect.signature(stack.module.forward).parameters

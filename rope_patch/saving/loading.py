@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -42,7 +43,7 @@ from rope_patch.models.baichuan import register_baichuan
 from rope_patch.models.config import length_today, wrong_field
 from rope_patch.models.record import RECORD, Record, forget_record
 from rope_patch.mounting.saved import ADAPTERS
-from rope_patch.patching import find_handle, mount_record, mount_scheme, unpatch
+from rope_patch.patching import find_handle, mount_record, mount_scheme, patch, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
 from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
 from rope_patch.saving.own_files import check_weights
@@ -64,8 +65,8 @@ _PUBLISHED_PICKLED = "baichuan"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
-    """Load a checkpoint and, if it was saved under a scheme, patch it again.
+def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.Module:
+    """Load a checkpoint and, if it was saved under a scheme, patch it again; or patch it with the given one.
 
     Baichuan's checkpoints are loaded by the classes of this library, never by their remote code. They were published as
     pickled files, which torch's safe reader (`weights_only`) reads. Of all others only safetensors are read, unless
@@ -75,6 +76,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
     Args:
         path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file. What looks like a path, or begins with a
             folder that is here, is not sought on the Hub.
+        scheme: to patch it with, in any form that `patch` takes, such as `"rerope:window=512"`.
         **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is ignored.
 
     Returns:
@@ -86,10 +88,14 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> nn.Module:
         InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model, or
             adapters would run code.
         MissingPackage: the path holds adapters, and PEFT is not installed.
+        AlreadyPatched: it was saved under another scheme than the given one.
         TypeError: the class does not know one of `kwargs`.
     """
     with _one_error(path, {**kwargs}):
-        return _load(path, kwargs)
+        model = _load(path, kwargs)
+    if scheme is not None:
+        patch(model, scheme)
+    return model
 
 
 @contextmanager
@@ -179,7 +185,7 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
         if Path(path).exists():
             raise  # the file is there, and the error names what is wrong with it
         raise NoCheckpoint(
-            f"there is no checkpoint {str(path)!r}: no folder here has this name, and the Hub did not give it"
+            f"there is no checkpoint {str(path)!r}: no folder here has this name, and {_hub_answer(error)}"
         ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
@@ -189,6 +195,25 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
             "Baichuan's can be loaded"
         ) from error
     return config, drop_implementations(config)
+
+
+def _hub_answer(error: BaseException | None) -> str:
+    """Why the Hub did not give a checkpoint, and what to do, from what Transformers raised."""
+    while error is not None:
+        for kind, answer in _HUB_ANSWERS.items():
+            if isinstance(error, kind):
+                return answer
+        error = error.__cause__ or error.__context__
+    return "the Hub did not give it"
+
+
+_HUB_ANSWERS = {  # the first that fits: a gated repository is also one that was not found
+    hub_errors.GatedRepoError: "on the Hub it is gated: accept its terms on its page, then run `hf auth login`",
+    hub_errors.RepositoryNotFoundError: "the Hub has none that you may see; a private one needs `hf auth login`",
+    hub_errors.RevisionNotFoundError: "on the Hub it has no such revision",
+    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, and the cache has none; pass the path of a folder",
+    hub_errors.LocalEntryNotFoundError: "neither has the cache, and the Hub was not reached; pass the path of a folder",
+}
 
 
 def _with_adapters(

@@ -20,19 +20,26 @@ from rope_patch.models.record import Record, forget_record
 from rope_patch.mounting.entry import shorten
 from rope_patch.mounting.parameters import NAME, learned_parameters
 from rope_patch.mounting.plan import plan_mounts
-from rope_patch.patching import PatchHandle, check_free, find_handle, loaded, mount_record
+from rope_patch.patching import PatchHandle, check_free, find_handle, loaded, mount_record, patch
 from rope_patch.saving.checkpoint_kind import OPTIONAL
 from rope_patch.saving.own_files import check_weights
 
 
-def repatch(model: nn.Module | PatchHandle) -> PatchHandle:
-    """Apply the scheme in the config of a `model`, after plain Transformers loaded it.
+def repatch(model: nn.Module | PatchHandle, *schemes: Any, **fields: Any) -> PatchHandle:
+    """Apply the scheme in the config of a `model`, after plain Transformers loaded it; or another one in its place.
+
+    Args:
+        model: loaded by Transformers.
+        *schemes, **fields: without any, the scheme is the recorded one. With them, `repatch` is `patch(model, ...,
+            replace=True)`.
 
     Raises:
         NotPatched: the config records no scheme, or the scheme's learned parameters are missing from the checkpoint.
         InvalidField, UnknownScheme, UnsupportedModel: the record is invalid.
         AlreadyPatched: the model already has a scheme.
     """
+    if schemes or fields:
+        return patch(model, *schemes, replace=True, **fields)
     model = loaded(model)
     config = cast(Any, find_stacks(model)[0][1].config)
     record = Record.find(model)

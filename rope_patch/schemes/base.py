@@ -8,13 +8,14 @@ o_m    = sum_n c(m,n) softmax_n(s(m,n)) (v_n + u(m,n))
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 
-from rope_patch.errors import NotExpressible
+from rope_patch.errors import MissingField, NotExpressible
 from rope_patch.graphs import traced
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Target, Tokens
@@ -85,7 +86,37 @@ IfAny = Annotated[bool, Composed(any)]
 Names = Annotated[tuple[str, ...], Composed(_joined)]
 
 
-class Scheme:
+class _SchemeType(type):
+    """The type of scheme classes, which says what to write where required fields are missing."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The fields, which `inspect` would else hide behind `__call__`."""
+        return inspect.Signature(list(inspect.signature(cls.__init__).parameters.values())[1:])  # type: ignore[misc]
+
+    if not TYPE_CHECKING:  # else a checker would take any fields for any class
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            """An instance of the class.
+
+            Raises:
+                MissingField: a required field is missing.
+            """
+            parameters = cls.__signature__.parameters.values()
+            positional = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+            missing = [
+                each.name for each in positional[len(args) :] if each.default is each.empty and each.name not in fields
+            ]
+            if missing and dataclasses.is_dataclass(cls):
+                values = ", ".join(f"{name}=..." for name in missing)
+                raise MissingField(
+                    f"{cls.__name__} needs {' and '.join(missing)}: write {cls.__name__}({values}), or "
+                    f"patch(model, {cls.name!r}, {values})"
+                )
+            return super().__call__(*args, **fields)
+
+
+class Scheme(metaclass=_SchemeType):
     """Base of all schemes. A subclass is a frozen dataclass; it fills a slot by overriding the slot's method.
     The annotation of a class attribute holds its type and its rule for compositions, see `Composed`.
 
@@ -166,7 +197,7 @@ class Scheme:
             vars(self)["shared"] = ()
         if traced():
             return  # made of a scheme that was checked; a compiler cannot trace how annotations are read
-        for rule in rules_of(type(self)).values():  # type: ignore[arg-type]
+        for rule in rules_of(type(self)).values():
             rule.check(self)
 
     def __add__(self, other: Scheme) -> Scheme:

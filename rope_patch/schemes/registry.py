@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from rope_patch.errors import InvalidField, MissingField, UnknownScheme, did_you_mean, nearest
@@ -30,6 +31,16 @@ _ADVICE = {
     **dict.fromkeys(("streamingllm", "attentionsink", "attentionsinks"), _SINKS),
 }
 """What to write for names without a scheme here, or with other fields."""
+
+_FIELDS_MEANT = {
+    **dict.fromkeys(("scale", "scaling", "scaling_factor", "s", "k", "extension_factor"), "factor"),
+    **dict.fromkeys(("window_size", "sliding_window", "neighbor_window", "w"), "window"),
+    **dict.fromkeys(("group", "groups", "group_factor", "g"), "group_size"),
+    **dict.fromkeys(("original_length", "original_max_length"), "original_max_position_embeddings"),
+}
+"""What papers and other programs call a field."""
+
+_CALL = re.compile(r"\s*([\w-]+)\s*\((.*)\)\s*", re.DOTALL)
 
 _DEEPEST = 8  # brackets within brackets: a list of numbers in a mixture of layers has two
 
@@ -133,7 +144,7 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
     if "target" in fields and (len(parts) > 1 or parts[0][1]):
         _aim(parts, fields.pop("target"))
     if fields and (len(parts) > 1 or parts[0][1]):
-        raise InvalidField(f"fields {', '.join(fields)} with {name!r}: they are allowed with one plain name only")
+        raise _beside(name, parts, fields)
     schemes = [_build(part, {**spelled, **fields}) for part, spelled in parts]
     return schemes[0] if len(schemes) == 1 else Compose(*schemes)
 
@@ -176,14 +187,69 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
         InvalidField: nothing was given, or fields without exactly one name.
     """
     schemes = list(schemes)
-    if "target" in fields and len(schemes) > 1 and all(isinstance(scheme, str) for scheme in schemes):
-        schemes = ["+".join(map(str, schemes))]
+    if "layers" in fields and schemes and not _makes_layers(schemes[0]):
+        raise _of_layers(schemes, fields)
     if not schemes:
-        raise InvalidField(f"no scheme was given; name one, such as 'yarn', factor=4; {_ALL}")
+        raise _unnamed(fields)
+    if fields and len(schemes) > 1 and all(isinstance(scheme, str) for scheme in schemes):
+        schemes = ["+".join(map(str, schemes))]  # a target is given to those that take it; others are refused by name
     if fields and (len(schemes) > 1 or isinstance(schemes[0], Scheme)):
         raise _misplaced(schemes, fields)
     built = [scheme if isinstance(scheme, Scheme) else get_scheme(scheme, **fields) for scheme in schemes]
     return built[0] if len(built) == 1 else Compose(*built)
+
+
+def _unnamed(fields: dict[str, Any]) -> InvalidField:
+    """What to write for fields without a scheme, one of which may be the name of a scheme: `yarn=4`."""
+    for typed, value in fields.items():
+        with suppress(UnknownScheme):
+            cls = _REGISTRY[find_name(typed)]
+            return InvalidField(f"{typed}={value!r} names no scheme: write {cls.name!r}, {_main_field(cls)}={value!r}")
+    return InvalidField(f"no scheme was given; name one, such as 'yarn', factor=4; {_ALL}")
+
+
+def _main_field(cls: type[Scheme]) -> str:
+    """The field that a scheme cannot do without, or its first one."""
+    return (*_required(cls), *inspect.signature(cls).parameters, "field")[0]
+
+
+def _beside(name: str, parts: list[tuple[str, dict[str, Any]]], fields: dict[str, Any]) -> InvalidField:
+    """What to write for fields beside a string that has fields of its own, or several schemes."""
+    given = f"{_spelled(fields)} with " + (
+        "several schemes" if len(parts) > 1 else f"{name!r}, but fields are allowed with one plain name only"
+    )
+    makers: list[Any] = [FORMS.get(part) or _REGISTRY[part] for part, _ in parts]
+    owners = [index for index, make in enumerate(makers) if fields.keys() <= inspect.signature(make).parameters.keys()]
+    if len(owners) != 1 or fields.keys() & parts[owners[0]][1].keys():
+        inside = ",".join(f"{field}={value}" for field, value in fields.items())
+        return InvalidField(f"{given}: write it inside the name that it belongs to, 'NAME:{inside}'")
+    (owner,), spelled = owners, split_outside_brackets(name, "+")
+    inside = ",".join(f"{field}={value}" for field, value in (parts[owner][1] | fields).items())
+    spelled[owner] = f"{parts[owner][0]}:{inside}"
+    return InvalidField(f"{given}: write '{'+'.join(spelled)}'")
+
+
+def _makes_layers(scheme: Any) -> bool:
+    """Whether `layers` is a field of what was typed."""
+    if not isinstance(scheme, str):
+        return False
+    with suppress(UnknownScheme):
+        return "layers" in inspect.signature(FORMS.get(name := find_name(scheme, FORMS)) or _REGISTRY[name]).parameters
+    return ":" in scheme and "layers" in scheme.partition(":")[0]
+
+
+def _of_layers(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
+    """What to write for a scheme on some layers."""
+    layers, others = fields["layers"], {name: value for name, value in fields.items() if name != "layers"}
+    is_list = isinstance(layers, (list, tuple, range))
+    selector = ",".join(map(str, layers)) if is_list else "0-2" if layers is None else str(layers)
+    inner = "+".join(map(str, schemes))
+    if others:
+        inner += ":" + ",".join(f"{name}={value}" for name, value in others.items())
+    return InvalidField(
+        f"layers={layers!r} with {inner!r}: write 'layers:[{selector}={inner};rest=none]', which leaves the others as "
+        f"they are, or PerLayer({{{selector!r}: {inner!r}, 'rest': None}})"
+    )
 
 
 def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
@@ -238,7 +304,14 @@ def _means_nothing(names: list[str], target: Any) -> InvalidField:
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    if call := _CALL.fullmatch(text):  # as in Python: rerope(window=512)
+        text = f"{call[1]}:{call[2]}"
     typed, _, rest = text.strip().partition(":")
+    named, equals, value = typed.partition("=")
+    if equals:
+        with suppress(UnknownScheme):
+            cls = _REGISTRY[find_name(named.strip())]
+            raise InvalidField(f"{text!r} is not a scheme: write '{cls.name}:{_main_field(cls)}={value}'")
     name = find_name(typed.strip(), FORMS)
     if rest.startswith("[") and name in FORMS:
         return name, {"layers": rest}
@@ -246,7 +319,8 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     for item in filter(None, split_outside_brackets(rest)):
         key, equals, value = item.partition("=")
         if not equals:
-            raise InvalidField(f"{item!r} in {text!r} is not of the form field=value")
+            field = _main_field(FORMS.get(name) or _REGISTRY[name])  # type: ignore[arg-type]
+            raise InvalidField(f"{item!r} in {text!r} is not of the form field=value, such as {field}={item.strip()}")
         if (field := key.strip()) in fields:
             raise InvalidField(f"{text!r} gives {field!r} twice; each field is allowed once")
         fields[field] = _value(value.strip())
@@ -294,7 +368,9 @@ def _build(name: Any, fields: dict[str, Any]) -> Scheme:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for field, value in fields.items():
         if field not in parameters and not takes_any:
-            raise InvalidField(f"{name} has no field {field!r}; {did_you_mean(str(field), allowed)}")
+            meant = _FIELDS_MEANT.get(str(field).lower(), "")
+            hint = f"did you mean {meant!r}? allowed: {', '.join(sorted(allowed))}" if meant in allowed else ""
+            raise InvalidField(f"{name} has no field {field!r}; {hint or did_you_mean(str(field), allowed)}")
         if value == "auto" and aims and field in filled_for(make, 1):
             raise InvalidField(
                 f"{name}: {field}='auto' is not allowed; write target=8192, the length in tokens to reach, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from rope_patch.errors import InvalidField, MissingField
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Combined
 from rope_patch.schemes.slots import Checkpoint, Target
+
+_MULTIPLE = re.compile(r"\d{1,6}(\.\d{1,6})?x")
 
 LONGEST = 10**15  # the longest target in tokens
 
@@ -24,7 +27,8 @@ class Reaching(Combined):
 
     Args:
         placeholder: that scheme, as it would be on a checkpoint trained at every length.
-        target: the length in tokens; `"auto"` if no field depends on it.
+        target: the length in tokens, or in multiples of what the checkpoint reads today, such as `"4x"`; `"auto"` if no
+            field depends on it.
         given: names of the fields that the user set.
     """
 
@@ -38,14 +42,16 @@ class Reaching(Combined):
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         given = {name: getattr(self.placeholder, name) for name in self.given}
-        if isinstance(self.target, int):
-            filled = self.placeholder.fields_for(Target(self.placeholder.name, self.target, checkpoint, given))
+        if self.target != "auto":
+            tokens = _tokens(self.target, checkpoint.max_length)
+            filled = self.placeholder.fields_for(Target(self.placeholder.name, tokens, checkpoint, given))
         elif (rule := _whatever_length(type(self.placeholder), given, checkpoint)) is not None:
             filled = rule
         else:
             raise InvalidField(
                 f"{self.placeholder.name}: target='auto' is not allowed, as its fields follow from the length; target "
-                f"must be a whole number of tokens from 1 to {LONGEST:g}, such as 8192"
+                f"must be a whole number of tokens from 1 to {LONGEST:g}, such as 8192, or a multiple of the training "
+                "length, such as '4x'"
             )
         return type(self.placeholder)(**{**filled, **given})
 
@@ -68,14 +74,20 @@ def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
     Raises:
         InvalidField: the target is not a length.
     """
-    if target == "auto":
+    if target == "auto" or (isinstance(target, str) and _MULTIPLE.fullmatch(target) and float(target[:-1]) > 0):
         target = LONGEST
     if not isinstance(target, int) or isinstance(target, bool) or not 1 <= target <= LONGEST:
         raise InvalidField(
             f"{kind.name}: target={target!r} is not allowed; target must be a whole number of tokens from 1 to "
-            f"{LONGEST:g}, or auto for commands that measure lengths and fields that follow from the checkpoint"
+            f"{LONGEST:g}, a multiple of the training length such as 4x, or auto for commands that measure lengths and "
+            "fields that follow from the checkpoint"
         )
     return kind.fields_for(Target(kind.name, target, _VAST, {}))
+
+
+def _tokens(target: int | str, trained: int) -> int:
+    """A target in tokens; one such as `4x` counts in the `trained` length."""
+    return target if isinstance(target, int) else max(1, round(float(target.removesuffix("x")) * trained))
 
 
 def _filled(kind: type[Scheme], times: int, given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:

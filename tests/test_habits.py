@@ -1,0 +1,276 @@
+"""What people type from habit: it works, or its error shows the line to write."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+import rope_patch
+from rope_patch import (
+    ALiBi,
+    AlreadyPatched,
+    InvalidField,
+    NotPatched,
+    PerLayer,
+    ReRoPE,
+    UnsupportedModel,
+    YaRN,
+    current_scheme,
+    export_rope_parameters,
+    patch,
+    repatch,
+    unpatch,
+)
+from rope_patch.errors import NoCheckpoint
+from rope_patch.saving import loading
+from tests.families import TRAINING_LENGTH as L
+from tests.families import build
+from tests.runs import logits as run
+from tests.runs import tokens
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def logits(model) -> torch.Tensor:
+    return run(model, tokens())
+
+
+# --- in one line ---
+
+
+@pytest.mark.parametrize("how", [lambda folder, scheme: (folder, scheme), lambda folder, scheme: (str(folder), scheme)])
+@pytest.mark.parametrize("scheme", ["rerope:window=5+logn", {"rope_type": "yarn", "factor": 4.0}, YaRN(factor=4)])
+def test_a_checkpoint_is_loaded_under_a_scheme(how, scheme, folder):
+    loaded = rope_patch.from_pretrained(*how(folder, scheme))
+    expected = build("llama")
+    patch(expected, scheme)
+    assert torch.equal(logits(loaded), logits(expected))
+    assert current_scheme(rope_patch.from_pretrained(folder, scheme=scheme)) == current_scheme(expected)
+
+
+def test_a_checkpoint_with_another_scheme_is_not_silently_changed(model, tmp_path):
+    patch(model, "rerope:window=5")
+    model.save_pretrained(tmp_path)
+    assert current_scheme(rope_patch.from_pretrained(tmp_path, "rerope:window=5")) == ReRoPE(5)
+    with pytest.raises(AlreadyPatched, match=r"patch\(model, 'alibi', replace=True\)"):
+        rope_patch.from_pretrained(tmp_path, "alibi")
+
+
+# --- another scheme in its place ---
+
+
+@pytest.mark.parametrize("put", [lambda *asked, **fields: patch(*asked, **fields, replace=True), repatch])
+def test_another_scheme_takes_the_place(put, model):
+    plain = logits(model)
+    fresh = copy.deepcopy(model)
+    patch(model, "rerope:window=5")
+    put(model, "yarn:factor=4")
+    patch(fresh, "yarn:factor=4")
+    assert torch.equal(logits(model), logits(fresh))
+    put(model, "self_extend", group_size=2, window=4)
+    assert str(current_scheme(model)).startswith("self_extend:")
+    unpatch(model)
+    assert torch.equal(logits(model), plain)
+    put(model, "alibi")  # one without a scheme is patched as ever
+    assert current_scheme(model) == ALiBi()
+
+
+@pytest.mark.parametrize("asked", ["fire", "kerple", "rerope:window=5"])
+def test_a_refused_scheme_leaves_the_one_before_with_what_it_learned(asked, model):
+    handle = patch(model, asked)
+    for name, value in model.named_parameters():
+        if "rope_patch" in name:
+            value.data.add_(0.25)
+    before = logits(model)
+    with pytest.raises(InvalidField):
+        patch(model, "layers:[99=nope;rest=rerope:window=3]", replace=True)
+    assert torch.equal(logits(model), before)
+    assert rope_patch.patching.find_handle(model) is handle
+    handle.remove()
+    assert current_scheme(model) is None
+
+
+def test_a_model_says_what_it_carries_and_no_more_afterwards(model):
+    before = repr(model)
+    patch(model, "rerope:window=5+logn")
+    assert "(rope_patch): rerope:window=5+logn" in repr(model)
+    assert repr(copy.deepcopy(model)) == repr(model)
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    assert repr(torch.load(file, weights_only=False)) == repr(model)
+    assert current_scheme(model) == rope_patch.schemes.registry.get_scheme("rerope:window=5+logn")
+    unpatch(model)
+    assert repr(model) == before
+    assert "extra_repr" not in vars(model.model)
+
+
+def test_nothing_to_take_off(model):
+    with pytest.raises(NotPatched, match=r"unpatch\(model, missing_ok=True\)"):
+        unpatch(model)
+    assert unpatch(model, missing_ok=True) is None
+    handle = patch(model, "rope")
+    assert unpatch(handle, missing_ok=True) is handle
+    assert unpatch(handle, missing_ok=True) is None
+
+
+# --- spellings of schemes ---
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields", "meant"),
+    [
+        ((), {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn:factor=4.0"),
+        ((), {"rope_parameters": {"type": "linear", "factor": 2.0}}, "pi:factor=2.0"),
+        (({"name": "yarn", "factor": 4},), {}, "yarn:factor=4"),
+        (({"name": "ReRoPE", "window": 5},), {}, "rerope:window=5"),
+        ((["rerope:window=5", "logn"],), {}, "rerope:window=5+logn"),
+        (((ReRoPE(5), "logn"),), {}, "rerope:window=5+logn"),
+        (("rerope(window=5)",), {}, "rerope:window=5"),
+        (("ReRoPE(window=5) + logn",), {}, "rerope:window=5+logn"),
+        (("yarn",), {"target": "4x"}, f"yarn:target={4 * L}"),
+        (("yarn:target=1.5x",), {}, f"yarn:target={L + L // 2}"),
+        (("self_extend:target=4x,window=4",), {}, f"self_extend:target={4 * L},window=4"),
+    ],
+)
+def test_other_spellings(asked, fields, meant, model):
+    other = copy.deepcopy(model)
+    patch(model, *asked, **fields)
+    patch(other, meant)
+    assert current_scheme(model) == current_scheme(other)
+
+
+def test_a_multiple_counts_what_the_checkpoint_reads_today():
+    """As Llama 3.1: trained at 16, read at 64; twice that is 128."""
+    model = build(
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    )
+    other = copy.deepcopy(model)
+    assert patch(model, "yarn:target=2x").scheme == patch(other, "yarn:target=128").scheme
+
+
+def test_names_in_lower_case_are_the_classes():
+    from rope_patch import rerope, yarn
+
+    assert (rerope, yarn) == (ReRoPE, YaRN)
+    assert not hasattr(rope_patch, "rerop")
+    assert "rerope" not in dir(rope_patch)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields", "written"),
+    [
+        ((), {"yarn": 4}, "write 'yarn', factor=4"),
+        ((), {"self_extend": 4}, "write 'self_extend', group_size=4"),
+        (("yarn=4",), {}, "write 'yarn:factor=4'"),
+        (("rerope+logn",), {"window": 5}, "write 'rerope:window=5+logn'"),
+        (("rerope", "logn"), {"window": 5}, "write 'rerope:window=5+logn'"),
+        (("yarn:factor=4",), {"beta_fast": 16}, "write 'yarn:factor=4,beta_fast=16'"),
+        (("rerope:window=5",), {"window": 6}, "'NAME:window=6'"),
+        (("rerope+logn",), {"spam": 5}, "'NAME:spam=5'"),
+        (("rerope:window=5",), {"layers": [0, 1]}, "write 'layers:[0,1=rerope:window=5;rest=none]'"),
+        (("rerope",), {"window": 5, "layers": "0-1"}, "write 'layers:[0-1=rerope:window=5;rest=none]'"),
+        (("rerope(5)",), {}, "such as window=5"),
+        (("yarn:scale=4",), {}, "did you mean 'factor'?"),
+        (("rerope:window_size=4",), {}, "did you mean 'window'?"),
+        (("yarn",), {"target": "auto"}, "such as '4x'"),
+        (("yarn",), {"target": "0.0x"}, "target='0.0x' is not allowed"),
+        (("yarn",), {"target": "x"}, "multiple of the training length"),
+        (("yarn",), {"target": "9999999x"}, "multiple of the training length"),
+    ],
+)
+def test_an_error_shows_the_line_to_write(asked, fields, written, model):
+    with pytest.raises(InvalidField) as caught:
+        patch(model, *asked, **fields)
+    assert written in str(caught.value)
+
+
+def test_what_an_error_advises_is_right(model):
+    other = copy.deepcopy(model)
+    patch(model, "layers:[0,1=rerope:window=5;rest=none]")
+    patch(other, PerLayer({"0,1": "rerope:window=5", "rest": None}))
+    assert current_scheme(model) == current_scheme(other)
+
+
+def test_a_class_without_its_field():
+    for make in (lambda: ReRoPE(), lambda: rope_patch.SelfExtend(group_size=2)):
+        with pytest.raises(
+            rope_patch.errors.MissingField, match=r"needs window: write \w+\(window=\.\.\.\), or patch\("
+        ) as caught:
+            make()
+        assert isinstance(caught.value, ValueError)
+    assert ReRoPE(5) == ReRoPE(window=5)
+
+
+def test_the_entry_of_a_patched_model(model):
+    own = export_rope_parameters(YaRN(factor=4), model.config)
+    patch(model, "yarn:factor=4")
+    assert export_rope_parameters(model) == own
+    unpatch(model)
+    with pytest.raises(NotPatched, match=r"export_rope_parameters\(scheme, model.config\)"):
+        export_rope_parameters(model)
+    with pytest.raises(InvalidField, match=r"export_rope_parameters\(scheme, model.config\)"):
+        export_rope_parameters(YaRN(factor=4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=50)),
+        lambda: BertModel(
+            BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+        ),
+    ],
+)
+def test_a_table_of_positions_names_the_scheme_that_extends_it(make):
+    with pytest.raises(UnsupportedModel, match="'hierarchical' does"):
+        patch(make(), "rerope:window=5")
+
+
+# --- the Hub ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("GatedRepoError", "accept its terms"),
+        ("RepositoryNotFoundError", "none that you may see"),
+        ("RevisionNotFoundError", "no such revision"),
+        ("OfflineModeIsEnabled", "HF_HUB_OFFLINE"),
+        ("LocalEntryNotFoundError", "was not reached"),
+    ],
+)
+def test_the_hub_is_asked_once_and_its_answer_named(kind, words, monkeypatch):
+    asked = []
+
+    def refuse(path, **_):
+        asked.append(path)
+        error = getattr(loading.hub_errors, kind)
+        cause = error.__new__(error)  # without the answer of a server
+        raise OSError("it did not work") from cause
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
+    monkeypatch.setattr(loading, "_read_fields", lambda *_, **__: None)
+    with pytest.raises(NoCheckpoint, match=words):
+        loading._config_of("someone/something")
+    assert len(asked) == 1
