@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -131,7 +131,8 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
 
 
 def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
-    """The options that `[CONFIG.yaml] [--option value] ...` gives; the command line overrules the file.
+    """The options that `[CONFIG.yaml] [DIR] [--option value] ...` gives; the command line overrules the file. A command
+    with `--model` also takes the checkpoint as its first word, and one whose word it is also takes `--model`.
 
     Raises:
         EvaluationError: names what is wrong, its value and what is allowed.
@@ -142,6 +143,7 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
     words, flags = list(words), flags_of(options)
     configured = "plan" not in flags and words and words[0].endswith((".yaml", ".yml"))  # a plan is no config
     of_file = words_of(path := Path(words.pop(0)), read_yaml(path), flags) if configured else {}
+    words = _checkpoint_either_way(words, flags)
     allowed = {"--help", *(flag for spellings in flags.values() for flag in spellings)}
     typed = {word.partition("=")[0].replace("_", "-"): word for word in words if word.startswith("--")}
     if unknown := typed.keys() - allowed:
@@ -163,6 +165,20 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
             text = re.split(r" ?─{3,}| Got errors:", " ".join(filter(None, lines)))[0].strip()
             raise EvaluationError(text or shown.getvalue().strip()) from None
         raise
+
+
+def _checkpoint_either_way(words: list[str], flags: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Words in which the checkpoint stands where the command has it: every command takes `DIR` and `--model DIR`."""
+    positional = flags.keys() & {"plan", "picture", "checkpoint"}
+    if "model" in flags and not positional and words and not words[0].startswith("-"):
+        return ["--model", *words]
+    if "checkpoint" in flags:
+        for index, word in enumerate(words):
+            if word == "--model" and index + 1 < len(words):
+                return [words[index + 1], *words[:index], *words[index + 2 :]]
+            if word.startswith("--model="):
+                return [word.partition("=")[2], *words[:index], *words[index + 1 :]]
+    return words
 
 
 def check_words(words: Sequence[str], where: str = "") -> None:

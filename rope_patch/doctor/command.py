@@ -33,6 +33,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "CHECKPOINT",
         "help": "folder, config.json or GGUF file; of two: do both say the same positions?",
     },
+    "--model": {
+        "action": "append",
+        "default": [],
+        "metavar": "CHECKPOINT",
+        "help": "the same, as other commands take it",
+    },
     "--for": {
         "dest": "readers",
         "action": "append",
@@ -102,6 +108,7 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
 
 def _answered(options: argparse.Namespace) -> tuple[dict[str, Any] | None, str, int]:
     """The answer as JSON, if that was asked for, else in words; and the exit status."""
+    options.checkpoints += options.model
     asked = [name for each in options.readers for name in each.split(",") if name]
     if options.all:
         found = survey(options.checkpoints or [CONFIGS], asked)

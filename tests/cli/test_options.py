@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from rope_patch.cli import COMMANDS, load
+from rope_patch.cli import COMMANDS, load, main
 from rope_patch.cli.options import Lengths, Measured, Names, Positional, Specs, parse, run
 from rope_patch.errors import EvaluationError
 
@@ -138,3 +139,28 @@ def test_a_positional_word():
         base: float = 2.0  # of the frequencies
 
     assert parse(Plot, ["biases", "--base", "3"]) == Plot(kind="biases", base=3.0)
+
+
+@pytest.mark.parametrize(
+    "words", [["perplexity", "DIR", "--lengths", "8"], ["perplexity", "--lengths", "8", "--model", "DIR"]]
+)
+def test_a_checkpoint_may_be_the_first_word(words):
+    command, *rest = words
+    assert parse(load(command).Options, rest).model == "DIR"
+
+
+@pytest.mark.parametrize(
+    "words", [["DIR", "--scheme", "rope"], ["--model", "DIR", "--scheme", "rope"], ["--scheme", "rope", "--model=DIR"]]
+)
+def test_a_checkpoint_that_is_a_word_may_be_an_option(words):
+    options = parse(load("export").Options, words)
+    assert (options.checkpoint, options.scheme) == ("DIR", "rope")
+
+
+def test_doctor_takes_the_option_too(capsys):
+    folder = str(Path(__file__).parents[2] / "recipes" / "assets" / "tiny-llama")
+    answers = []
+    for words in (["doctor", folder], ["doctor", "--model", folder]):
+        assert main(words) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
