@@ -1,4 +1,4 @@
-# make demo       set up what it needs, then draw perplexity against length for the embedded checkpoint
+# make demo       set up what it needs, then measure the embedded checkpoint beyond its length, and draw what it found
 # make demo-compare  set up, then train six position encodings from scratch and compare them (under five minutes)
 # make test       set up what they need, then run the tests
 # make scheme NAME=rerope  the tests of one scheme (two minutes), and its line in the reference
@@ -54,8 +54,8 @@ $(VENV)/.%: pyproject.toml $(CONSTRAINTS)
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.demo
-	@echo "== demo: perplexity against length on the embedded checkpoint (two to five minutes)"
-	$(BIN)/python recipes/perplexity.py recipes/configs/demo.yaml
+	@echo "== demo: the embedded checkpoint beyond its length, on ordinary text and on a passage far back (about a minute)"
+	$(BIN)/python recipes/measure.py recipes/configs/demo.yaml
 	@echo "rope-patch is in $(BIN): run 'source $(BIN)/activate' once, then the command above, or on your own model and text:"
 	@echo "rope-patch sweep --model DIR --text FILE --target 4x"
 

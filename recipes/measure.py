@@ -6,7 +6,8 @@
 
 A plan is a YAML file. Under `runs` each run has a name, a `command` (perplexity, passkey, sweep ...) and the options of
 that command. Options beside `runs` hold for every run whose command has them. Each run writes into a folder of its name
-below `output`, and resumes there: give the same command again after a stop.
+below `output`, and resumes there: give the same command again after a stop. At the end every run is summed up in a
+sentence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.cli import available, load
-from rope_patch.cli.options import Names, Positional, Text, flags_of, parse, read_yaml, run, say, words_of
+from rope_patch.cli.options import (
+    Names,
+    Positional,
+    Text,
+    flags_of,
+    in_tokens,
+    is_main,
+    parse,
+    read_yaml,
+    run,
+    say,
+    words_of,
+)
 from rope_patch.errors import EvaluationError, did_you_mean
 
 
@@ -38,16 +51,19 @@ def main(options: Options) -> None:
     if unknown := [name for name in options.only if name not in commands]:
         raise EvaluationError(f"{path} has no run {unknown[0]!r}; {did_you_mean(unknown[0], commands)}")
     chosen = {name: commands[name] for name in options.only or commands}
-    for command, *words in chosen.values():
-        parse(load(command).Options, words)  # what is mistyped is found before hours have passed
-    for name, (command, *words) in chosen.items():
-        if options.dry_run:
-            print(f"{shlex.join(['rope-patch', command, *words])}  # {name}")
-            continue
-        say(f"run {name}: rope-patch {shlex.join([command, *words])}")
-        module = load(command)
-        if status := run(module.Options, module.main, words, f"rope-patch {command}"):
-            raise SystemExit(status)
+    # what is mistyped is found before hours have passed
+    parsed = {name: in_tokens(parse(load(command).Options, words)) for name, (command, *words) in chosen.items()}
+    if options.dry_run:
+        for name, words in chosen.items():
+            print(f"{shlex.join(['rope-patch', *words])}  # {name}")
+        return
+    found = {}
+    for number, (name, words) in enumerate(chosen.items(), start=1):
+        say(f"run {number} of {len(chosen)}, {name}: rope-patch {shlex.join(words)}")
+        found[name] = load(words[0]).main(parsed[name])
+    sentences = [f"- {name}: {verdict.sentence}" for name, verdict in found.items() if verdict is not None]
+    if is_main() and len(sentences) > 1:
+        print("\n".join(["", "In short", *sentences]))
 
 
 OVERRULED = ("model", "device", "output")
@@ -79,6 +95,10 @@ def commands_of(path: Path, plan: dict[str, Any], overruled: dict[str, str | Non
         flags = flags_of(load(command).Options)
         of_plan = {option: value for option, value in shared.items() if option in flags}
         used |= of_plan.keys()
+        if int(own.get("context_parallel", 1)) > 1:
+            raise EvaluationError(
+                f"{where}: context_parallel starts processes; run its command by itself, see --dry-run"
+            )
         settings = of_plan | own | {"output": f"{shared.get('output', 'runs')}/{name}"}
         words = words_of(Path(where), settings, flags)
         commands[str(name)] = [command, *(word for of_option in words.values() for word in of_option)]

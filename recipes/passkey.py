@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
 from rope_patch.cli.report import report
+
+if TYPE_CHECKING:
+    from rope_patch.evaluation.verdict import Verdict
 
 
 @dataclass(kw_only=True)
@@ -32,7 +35,7 @@ class Options(Measured):
     output: str = "runs/retrieval"  # folder for TASK.jsonl and TASK.png
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> Verdict | None:
     """Ask every scheme the same questions at every length and depth."""
     from rope_patch.data.corpora import load_text
     from rope_patch.errors import EvaluationError, counted
@@ -76,11 +79,11 @@ def main(options: Options) -> None:
         rows = run_task(model, task, schemes, options.lengths, results, name=name, trained=trained)
 
     if not is_main():
-        return
+        return None
     within = [row.accuracy for row in rows if row.length <= row.training_length]
     if options.task == "passkey" and within and not any(within):
         say("no scheme finds a key within the training length: this checkpoint cannot do the task; try task spans")
-    report(rows, options, results.path, of_answers(rows), what=task.what)
+    return report(rows, options, results.path, of_answers(rows), what=task.what)
 
 
 def shares(words: Sequence[str]) -> list[float]:

@@ -3,8 +3,8 @@
     rope-patch perplexity --scheme yarn:target=auto --lengths 256,512,1024 --documents 4
     rope-patch perplexity --protocol sliding --lengths 256,512 --documents 1 --tokens-per-document 1024
     rope-patch perplexity --protocol repeat --lengths 2x --scheme rerope:window=128+logn
-    python recipes/perplexity.py recipes/configs/demo.yaml
-    torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/demo.yaml
+    python recipes/perplexity.py recipes/configs/perplexity_tiny.yaml
+    torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/perplexity_tiny.yaml
     rope-patch perplexity --context-parallel 2 --lengths 65536
 
 The table always includes the plain checkpoint (plain), the same on the text cut to its training length L (cut), and
@@ -16,9 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rope_patch.cli.options import Count, Lengths, Measured, Specs, Text, is_main, run, say
 from rope_patch.cli.report import report
+
+if TYPE_CHECKING:
+    from rope_patch.evaluation.verdict import Verdict
 
 
 @dataclass(kw_only=True)
@@ -38,7 +42,7 @@ class Options(Measured):
     output: str = "runs/perplexity"  # folder for perplexity.jsonl and perplexity.png
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> Verdict | None:
     """Measure every scheme at every length."""
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.errors import counted
@@ -80,10 +84,11 @@ def main(options: Options) -> None:
     how = {"name": options.model or "tiny-llama", "trained": trained, "sharing": options.context_parallel}
     rows = run_task(model, task, schemes, options.lengths, results, **how)
 
-    if is_main():
-        for note in shortfalls(rows[-1]):
-            say(note)
-        report(rows, options, results.path, of_losses(rows))
+    if not is_main():
+        return None
+    for note in shortfalls(rows[-1]):
+        say(note)
+    return report(rows, options, results.path, of_losses(rows))
 
 
 if __name__ == "__main__":

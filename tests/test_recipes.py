@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch import native_scheme
+from rope_patch.cli import main
 from rope_patch.cli.options import parse
 from rope_patch.data import corpora
 from rope_patch.data.corpora import load_text
@@ -77,7 +78,11 @@ TOOL_OF |= {"longlora": longlora}
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_is_one_of_its_recipe(path):
+def test_every_config_is_one_of_its_recipe(path, capsys):
+    if path.stem == "demo":
+        assert main(["measure", str(path), "--dry-run"]) == 0
+        assert capsys.readouterr().out.count("--output runs/demo/") == 2
+        return
     recipe = load_recipe(RECIPE_OF.get(path.stem.partition("_")[0], "perplexity"))
     assert parse(recipe.Options, [str(path)]).output.startswith("runs/")
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def report(
     rows: Sequence[Row], options: Measured, file: Path, verdict: Verdict, what: str = "", **settings: Any
-) -> None:
-    """Rows as one JSON document or as a table, a picture if there is matplotlib, and the verdict.
+) -> Verdict:
+    """Rows as one JSON document or as a table, a picture if there is matplotlib, and the verdict, which is returned.
 
     Args:
         file: of the rows; the picture lies beside it.
@@ -33,6 +33,7 @@ def report(
         print_table(rows, what=what)
     draw(rows, file, **settings)
     conclude(verdict, options)
+    return verdict
 
 
 def draw(rows: Sequence[Row], file: Path, **settings: Any) -> None:

@@ -62,7 +62,10 @@ def test_every_run_has_its_options_and_its_folder_and_resumes(plan, tmp_path, ca
     ]
     assert rows(out / "spans" / "spans.jsonl") == [("plain", 32)]
     before = (out / "ordinary" / "perplexity.jsonl").read_bytes()
-    capsys.readouterr()
+    in_short = capsys.readouterr().out.splitlines()[-3:]
+    assert in_short[0] == "In short"
+    assert in_short[1].startswith("- ordinary: At 32 tokens ReRoPE, w = 8")
+    assert in_short[2].startswith("- spans: Nothing can be said about reading farther")
     assert main(["measure", plan(), "--only", "ordinary"]) == 0
     assert (out / "ordinary" / "perplexity.jsonl").read_bytes() == before
     assert "run spans" not in capsys.readouterr().err
@@ -90,6 +93,8 @@ def test_the_command_line_overrules_the_plan_and_a_dry_run_prints_what_would_run
         ("command: passkey", "command: passkeys", ("run spans", "'passkeys'", "passkey")),
         ("    command: passkey\n", "", ("run spans", "None")),
         ("targets: 4\n", "targets: 4\nspam: 3\n", ("no command of its runs has the option 'spam'",)),
+        ("    trials: 2", "    trials: 2\n    context_parallel: 2", ("context_parallel",)),
+        ("    lengths: [16, 32]", "    lengths: [16, 32]\n    context_parallel: 2", ("run its command by itself",)),
         ("runs:", "walks:", ("`runs` must give each run by its name",)),
     ],
 )
