@@ -18,6 +18,7 @@ from rope_patch import (
     rank_heads,
     unpatch,
 )
+from rope_patch.attention import turner
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.ranking import awareness
@@ -154,6 +155,21 @@ def test_heads_are_ranked_by_what_the_checkpoint_projects():
         assert len(set(shares)) > 1
 
 
+def test_a_layer_with_a_window_is_ranked_by_what_its_last_token_sees():
+    model, ids = build("mistral", sliding_window=40, num_hidden_layers=3), tokens(90)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(8)
+    before, number = projected(model, ids), model.config.num_attention_heads
+    shared, scale = number // model.config.num_key_value_heads, model.config.head_dim**-0.5
+    q, k = before[2, "q"], before[2, "k"][:, :, -40:]
+    shares = [counted_outliers(q[:, head], k[:, head // shared], scale) for head in range(number)]
+    order = sorted(range(number), key=lambda head: -shares[head])
+    assert len(set(shares)) > 1
+    found = rank_heads(model, ids).of_layers(dict.fromkeys(range(3), "sliding_attention"), 3)
+    assert list(found[2].order) == order
+
+
 def test_a_ranking_is_data_that_reloads(tmp_path):
     model, ids = build("llama", num_hidden_layers=3), tokens(60, rows=2)
     ranked = rank_heads(model, ids, first=1)
@@ -267,6 +283,14 @@ def test_heads_that_keep_different_keys_after_eviction(group):
     seen[20:, [slot for slot in range(20) if slot not in kept[0, group]]] = False
     expected = defined_logits(model, ids, DEFINITIONS[CASES[1]], seen=seen)[:, 20:]
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tables_of_all_heads_do_not_outlive_their_layer():
+    model = build("llama")
+    with patch(model, "ms_poe") as handle, torch.no_grad():
+        model(tokens(40))
+        kept = {state.forwards._forward for state in handle.layer_states}
+        assert all(turner._tables not in forward._functions for forward in kept)
 
 
 def test_unpatch_gives_back_every_bit():
