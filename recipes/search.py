@@ -216,9 +216,10 @@ class Evolution:
     the fast pairs of one parent and the slow pairs of the other. A parent is the better of two that are drawn.
     A generation follows from its number, the seed and the losses alone.
 
-    Source: LongRoPE2, 2502.20082 (population 64, 16 mutations with p = 0.3, 16 crossovers, 32 parents, step 0.01, no
-    code); the mutation is that of LongRoPE, microsoft/LongRoPE c9e56aa `evolution/algorithms/dim_mono.py`. Both fill
-    the first population with mutations of the start; here only lists that the losses favour are mutated.
+    Source: LongRoPE2, 2502.20082 (population 64, 16 mutations with p = 0.3, 16 crossovers, 32 parents, step 0.01; its
+    code, branch `longrope2` of microsoft/LongRoPE, was not read); the mutation is that of LongRoPE, microsoft/LongRoPE
+    c9e56aa `evolution/algorithms/dim_mono.py`. Both fill the first population with mutations of the start; here only
+    lists that the losses favour are mutated.
 
     Args:
         starts: lists of one length, all factors from 1 to 1 + k.

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 
 from rope_patch.errors import InvalidField
-from rope_patch.schemes.base import Scheme, Source, Sweep
+from rope_patch.schemes.base import Scheme, Source
 from rope_patch.schemes.rules import AtLeast, Permutation
 from rope_patch.schemes.slots import Checkpoint
 from rope_patch.schemes.tools.rotary import inverse_frequencies
@@ -22,17 +22,18 @@ class MsPoE(Scheme):
     closer than others do.
 
     The heads that are most aware of positions keep the smallest factors. `rope_patch.rank_heads` measures the order of
-    each layer on a text of yours. The authors rank anew for every prompt; here an order is data of the scheme, so that
-    a batch, a cache and a saved folder mean the same.
+    the heads of each layer on a text of yours, and leaves the first two layers as they are, as the authors do. They
+    rank anew for every prompt; here an order is data of the scheme, so that the rows of a batch, a cache and a saved
+    folder mean the same.
 
-    Heads that share keys rotate them by factors of their own: each call repeats the keys for every query head, and
+    Heads that share a key turn it by factors of their own: each call repeats keys and values for every query head, and
     rotates all that are cached. A decoded token therefore costs more than under a scheme without factors by head.
 
-    The authors' code differs from this page in four ways. It leaves the first two layers as they are, which
-    `rank_heads` also does. It divides by H instead of H - 1, so its largest factor is one step below `max_factor`. It
-    indexes the factors by the sorted order itself and not by each head's rank, so head h gets the factor that the
-    paper gives to the rank order[h]. And it rotates keys that heads share by the factor of their first head alone, so
-    that the scores of the other heads depend on where the two tokens stand, and not on their distance.
+    The authors' code (`utils/modify_arch/llama.py`) differs in three more ways. It divides by H instead of H - 1, so
+    that its largest factor is one step below `max_factor`. It indexes the factors by the sorted order of the heads, and
+    not by their ranks: head h gets the factor of the rank order[h], which is that of another head. And it rotates a
+    shared key by the factor of the first of its heads, so that the scores of the others depend on where two tokens
+    stand, and not on their distance alone.
 
     Args:
         min_factor, max_factor: k of the head most aware of positions, and of the least aware one; the others lie
@@ -51,7 +52,7 @@ class MsPoE(Scheme):
         "https://github.com/VITA-Group/Ms-PoE",
     )
     by_head = True
-    sweep = (Sweep(),)
+    sweep = None  # it reaches no longer text, and `rank_heads` measures its order
 
     min_factor: Annotated[float, AtLeast(1)] = 1.2
     max_factor: Annotated[float, AtLeast("min_factor")] = 1.8

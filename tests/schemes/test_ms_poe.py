@@ -19,6 +19,7 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.attention import turner
+from rope_patch.attention.executors import merged
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.ranking import awareness
@@ -247,6 +248,17 @@ def test_every_executor_turns_each_head_by_its_own_factor(spec, attention):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
 
 
+def test_heads_that_are_scored_in_groups_keep_their_factors(monkeypatch):
+    model, ids = build("llama"), tokens(70, rows=2)
+    found = []
+    for attention, large in (("merged", 1), ("oracle", 1 << 30)):
+        monkeypatch.setattr(merged, "LARGE", large)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        with patch(model, "ms_poe", "rerope:window=8", attention=attention), torch.no_grad():
+            found.append(model(ids).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["auto", "oracle", "joined"])
 @pytest.mark.parametrize("spec", COMPOSED)
 def test_tokens_behind_a_cache(spec, attention):
@@ -286,11 +298,18 @@ def test_heads_that_keep_different_keys_after_eviction(group):
 
 
 def test_tables_of_all_heads_do_not_outlive_their_layer():
-    model = build("llama")
+    """Neither for other layers nor in the plan of a step."""
+    model, ids = build("llama"), tokens(40)
     with patch(model, "ms_poe") as handle, torch.no_grad():
-        model(tokens(40))
-        kept = {state.forwards._forward for state in handle.layer_states}
-        assert all(turner._tables not in forward._functions for forward in kept)
+        cache = model(ids[:, :39], use_cache=True).past_key_values
+        model(ids[:, 39:], past_key_values=cache)
+        (forward,) = {state.forwards._forward for state in handle.layer_states}
+        assert turner._tables not in forward._functions
+        assert not forward.steps
+    with patch(model, "rerope:window=8") as handle, torch.no_grad():  # where both are kept
+        cache = model(ids[:, :39], use_cache=True).past_key_values
+        model(ids[:, 39:], past_key_values=cache)
+        assert handle.layer_states[0].forwards._forward.steps
 
 
 def test_unpatch_gives_back_every_bit():
