@@ -1,14 +1,16 @@
-"""Search the frequencies of a checkpoint for a longer context: one factor for each pair of dimensions.
+"""Search the frequencies of a checkpoint for a longer context: a factor for each pair of dimensions, or for each layer.
 
     rope-patch search --target 4x --budget-minutes 1
     rope-patch search --model DIR --text book.txt --target 4x --budget-minutes 60
+    rope-patch search --model DIR --text book.txt --target 4x --by layer
     rope-patch search --model DIR --text book.txt --target 8x --candidates-per-forward 8
     torchrun --nproc-per-node 4 recipes/search.py --target 8x
 
 Lists of factors evolve from those of PI, NTK, YaRN and MrRoPE (docs/search.md). On one half of the text they are judged
 by what only a farther context can predict. On the other half, which chose nothing, the best one is compared with YaRN,
-also on ordinary text and at L. It is written as a `longrope` that every reader of `rope-patch export` takes. Results
-are saved as you go: run the same command again to resume.
+also on ordinary text and at L. It is written as a `longrope` that every reader of `rope-patch export` takes. With
+`--by layer` curves over depth evolve instead, which give each layer a YaRN with a factor of its own. Results are saved
+as you go: run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -34,15 +36,19 @@ CONFIRMING = 16  # windows at least, of the half that does not choose
 FOUND, KEPT = "found", "found, plain up to L"  # as tables name them: one list for all lengths, and two lists
 LOST = 0.005  # nats that may be lost at L
 ATTEMPTS = 20  # at a child that was not measured yet
-NEXT = 'rope-patch export {checkpoint} --scheme "$(cat {folder}/scheme.txt)" --output {folder}/exported'
+NEXT = {
+    "pair": 'rope-patch export {checkpoint} --scheme "$(cat {folder}/scheme.txt)" --output {folder}/exported',
+    "layer": 'rope-patch serve {checkpoint} --scheme "$(cat {folder}/scheme.txt)"',
+}
 
 Factors = tuple[float, ...]
-"""lambda_i of theta_i / lambda_i, from the fastest pair to the slowest."""
+"""lambda_i of theta_i / lambda_i, from the fastest pair to the slowest; or the points of a curve over depth."""
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
     target: Length  # context length to reach: tokens, or a multiple of L such as 4x
+    by: Literal["pair", "layer"] = "pair"  # search a factor for each pair of dimensions, or for each layer under YaRN
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     generations: int = 40  # number of generations at most
     population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
@@ -68,6 +74,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.side_by_side import measure_together
     from rope_patch.evaluation.tables import print_table
     from rope_patch.evaluation.tasks.perplexity import Perplexity
+    from rope_patch.mounting.plan import plan_mounts
     from rope_patch.saving.loading import (
         default_checkpoint,
         load_model,
@@ -75,7 +82,7 @@ def main(options: Options) -> None:
         quiet_transformers,
         trained_length,
     )
-    from rope_patch.schemes import get_scheme
+    from rope_patch.schemes import PerLayer, get_scheme
 
     # the plan, before anything slow
     began = time.monotonic()
@@ -109,11 +116,27 @@ def main(options: Options) -> None:
         raise EvaluationError(f"{checkpoint} has no pairs of dimensions that rotate alike in all layers")
     spec, factor = stack.layers[0].spec, target / stack.training_length
     starts = {start: get_scheme(start, factor=factor) for start in STARTS}
-    factors = {start: factors_of(scheme, spec) for start, scheme in starts.items()}
-    plain = factors_of(stack.native.resolve(stack.checkpoint), spec)
-    evolution = Evolution(tuple(factors.values()), factor, options.population, options.seed)
-    temperature = options.attention_factor or starts["yarn"].frequencies(spec).attention_scaling
-    longrope = partial(get_scheme, "longrope", factor=factor, attention_factor=float(temperature))
+    if options.by == "pair":
+        factors = {start: factors_of(scheme, spec) for start, scheme in starts.items()}
+        evolution = Evolution(tuple(factors.values()), factor, options.population, options.seed)
+        temperature = options.attention_factor or starts["yarn"].frequencies(spec).attention_scaling
+        longrope = partial(get_scheme, "longrope", factor=factor, attention_factor=float(temperature))
+        plain = factors_of(stack.native.resolve(stack.checkpoint), spec)
+
+        def schemes_of(each: Factors) -> dict[str, Any]:
+            kept = longrope(short_factor=plain, long_factor=each)
+            return {FOUND: longrope(short_factor=each, long_factor=each), KEPT: kept}
+
+    else:
+        layers = [layer.index for layer in plan_mounts(starts["yarn"], stack).touched(stack)]
+        factors = curves_to(factor)
+        evolution = Curves(tuple(factors.values()), factor, options.population, options.seed)
+        yarn = partial(get_scheme, "yarn", attention_factor=options.attention_factor)
+
+        def schemes_of(each: Factors) -> dict[str, Any]:
+            by_layer = zip(layers, over_depth(each, len(layers)), strict=True)
+            return {FOUND: PerLayer({**{index: yarn(factor=own) for index, own in by_layer}, "rest": None})}
+
     confirmation = {}
     for protocol, test in tests.items():
         free = test.references if protocol == options.protocol else (TEXT_CUT,)
@@ -133,7 +156,7 @@ def main(options: Options) -> None:
             if spent:
                 stopped = f"the budget of {options.budget_minutes:g} minutes was used up in generation {generation}"
                 break
-            schemes = [longrope(short_factor=each, long_factor=each) for each in group]
+            schemes = [schemes_of(each)[FOUND] for each in group]
             new = measure_together(measured, choice, target, schemes, rows, name)
             losses |= {
                 each: math.inf if math.isnan(row.loss) else row.loss for each, row in zip(group, new, strict=True)
@@ -153,20 +176,20 @@ def main(options: Options) -> None:
             break
 
     # the best list, on the half that did not choose it
-    found = {FOUND: longrope(short_factor=best, long_factor=best)}
-    found[KEPT] = longrope(short_factor=plain, long_factor=best)
+    found = schemes_of(best)
     for protocol, test in tests.items():
         for line, scheme in found.items():
             new = [measure_together(measured, test, length, [scheme], rows, name)[0] for length in lengths]
             confirmation[protocol] += [replace(row, line=line) for row in new]
     if not is_main():
         return
-    verdict = judge(confirmation[options.protocol], confirmation["last"])
+    verdict = judge(confirmation[options.protocol], confirmation["last"], NEXT[options.by])
     folder = rows.path.parent
-    for file, scheme in zip(("scheme.txt", "scheme-short.txt"), found.values(), strict=True):
+    for file, scheme in zip(("scheme.txt", "scheme-short.txt"), found.values(), strict=False):
         (folder / file).write_text(str(scheme).replace(" ", "") + "\n")
     if options.json:
-        outcome = {"scheme": str(found[FOUND]), "short": str(found[KEPT]), "verdict": verdict.kind, "stopped": stopped}
+        short = {"short": str(found[KEPT])} if KEPT in found else {}
+        outcome = {"scheme": str(found[FOUND]), **short, "verdict": verdict.kind, "stopped": stopped}
         outcome |= {"sentence": verdict.sentence, "lists": len(losses), "choosing": list(losses.values())}
         shown = [json.loads(row.to_json()) for each in confirmation.values() for row in each]
         print_json(outcome | {"confirmation": shown})
@@ -175,10 +198,11 @@ def main(options: Options) -> None:
             print_table(each)
         print(stopped)
     try:
-        picture(losses, factors, best, folder / "search.png", f"{Path(name).name} at {target} tokens")
+        picture(losses, factors, best, folder / "search.png", f"{Path(name).name} at {target} tokens", options.by)
     except MissingPackage as missing:
         say(str(missing))
-    say(f"wrote {rows.path}, the scheme ({folder / 'scheme.txt'}) and its form with the plain factors up to L")
+    short = " and its form with the plain factors up to L" if KEPT in found else ""
+    say(f"wrote {rows.path}, the scheme ({folder / 'scheme.txt'}){short}")
     for sentence in (verdict.sentence, f"Next: {verdict.command.format(checkpoint=checkpoint, folder=folder)}"):
         say(sentence) if options.json else print(sentence)
 
@@ -192,9 +216,10 @@ class Evolution:
     the fast pairs of one parent and the slow pairs of the other. A parent is the better of two that are drawn.
     A generation follows from its number, the seed and the losses alone.
 
-    Source: LongRoPE2, 2502.20082 (population 64, 16 mutations with p = 0.3, 16 crossovers, 32 parents, step 0.01, no
-    code); the mutation is that of LongRoPE, microsoft/LongRoPE c9e56aa `evolution/algorithms/dim_mono.py`. Both fill
-    the first population with mutations of the start; here only lists that the losses favour are mutated.
+    Source: LongRoPE2, 2502.20082 (population 64, 16 mutations with p = 0.3, 16 crossovers, 32 parents, step 0.01; its
+    code, branch `longrope2` of microsoft/LongRoPE, was not read); the mutation is that of LongRoPE, microsoft/LongRoPE
+    c9e56aa `evolution/algorithms/dim_mono.py`. Both fill the first population with mutations of the start; here only
+    lists that the losses favour are mutated.
 
     Args:
         starts: lists of one length, all factors from 1 to 1 + k.
@@ -218,8 +243,12 @@ class Evolution:
         if self.population < 4:
             raise EvaluationError(f"population={self.population} is not allowed; it must be at least 4")
         for start in self.starts:
-            if any(low > high for low, high in pairwise((1.0, *start, 1 + self.factor))):
-                raise EvaluationError(f"start {start}: factors must ascend from 1 to 1 + k = {1 + self.factor:g}")
+            self.check(start)
+
+    def check(self, start: Factors) -> None:
+        """Refuse a start that falls, or leaves the bounds."""
+        if any(low > high for low, high in pairwise((1.0, *start, 1 + self.factor))):
+            raise EvaluationError(f"start {start}: factors must ascend from 1 to 1 + k = {1 + self.factor:g}")
 
     def generation(self, number: int, losses: Mapping[Factors, float]) -> list[Factors]:
         """The lists of a generation.
@@ -259,6 +288,50 @@ class Evolution:
         return tuple(np.maximum.accumulate([*fast[:cut], *slow[cut:]]).tolist())
 
 
+@dataclass(frozen=True)
+class Curves(Evolution):
+    """Evolution of curves over depth: four points of a Bezier curve, each from 1 to 1 + k, from which `over_depth`
+    takes the factor of every layer. A mutation moves points to any place within the bounds; a crossover takes the first
+    points of one parent and the last points of the other.
+
+    Source: layers have factors of their own, on a Bezier curve that a genetic algorithm finds, in 2503.04355, of which
+    the abstract was read; the points, the bounds and the operators are this library's.
+    """
+
+    def check(self, start: Factors) -> None:
+        """Refuse a start that leaves the bounds."""
+        if not all(1 <= point <= 1 + self.factor for point in start):
+            raise EvaluationError(f"start {start}: points must be from 1 to 1 + k = {1 + self.factor:g}")
+
+    def mutated(self, factors: Factors, _: Factors, random: np.random.Generator) -> Factors:
+        """Each point moves with the chance p to a random place."""
+        moves = random.random(len(factors)) < self.chance
+        places = (random.uniform(1, 1 + self.factor, len(factors)) / self.step).round() * self.step
+        return tuple(np.where(moves, places.round(9), factors).tolist())
+
+    def crossed(self, fast: Factors, slow: Factors, random: np.random.Generator) -> Factors:
+        """The first points of one curve and the last points of another."""
+        cut = int(random.integers(1, len(fast)))
+        return (*fast[:cut], *slow[cut:])
+
+
+def curves_to(factor: float) -> dict[str, Factors]:
+    """The curves that evolution starts with for a factor k: YaRN's k in all layers, half of it, and ramps."""
+    half = max(1.0, factor / 2)
+    return {"yarn": (factor,) * 4, "half": (half,) * 4, "rising": tuple(np.linspace(half, factor, 4).tolist())} | {
+        "falling": tuple(np.linspace(factor, half, 4).tolist())
+    }
+
+
+def over_depth(points: Factors, layers: int) -> Factors:
+    """The Bezier curve of some points at the depth of each layer, from 0 for the first one to 1 for the last, rounded
+    to 4 digits.
+    """
+    depths, last = np.linspace(0, 1, layers), len(points) - 1
+    curve = sum(math.comb(last, i) * depths**i * (1 - depths) ** (last - i) * point for i, point in enumerate(points))
+    return tuple(np.asarray(curve).round(4).tolist())
+
+
 def factors_of(scheme: Any, rotary: Any) -> Factors:
     """theta_i over the frequencies of a static scheme, rounded to 6 digits, as a list that never falls."""
     from rope_patch.schemes.tools.rotary import inverse_frequencies
@@ -275,6 +348,11 @@ def check(options: Options, trained: int) -> None:
     """
     if options.target <= trained:
         raise EvaluationError(f"target={options.target} is not allowed; it has to be beyond L = {trained} tokens")
+    if options.by == "layer" and options.candidates_per_forward > 1:
+        raise EvaluationError(
+            f"candidates_per_forward={options.candidates_per_forward} is not allowed with by=layer, where a forward "
+            "has one curve; it must be 1"
+        )
     for name in ("generations", "candidates_per_forward"):
         if (value := getattr(options, name)) < 1:
             raise EvaluationError(f"{name}={value} is not allowed; it must be at least 1")
@@ -288,12 +366,13 @@ def is_over(budget: float | None, seconds: float) -> bool:
     return budget is not None and seconds >= 60 * budget
 
 
-def judge(rows: Sequence[Any], ordinary: Sequence[Any]) -> Any:
+def judge(rows: Sequence[Any], ordinary: Sequence[Any], command: str = NEXT["pair"]) -> Any:
     """The verdict on the list that was found, from rows at L and at the target of text that did not choose it.
 
     Args:
         rows: of the protocol that chose: of `COMPARED`, of what was found, and of the protocol's references.
         ordinary: of protocol `last`: the same, and the text cut to L.
+        command: what you run next.
     """
     from rope_patch.evaluation.scheme_specs import display_name
     from rope_patch.evaluation.standard_errors import is_below, pairs_of
@@ -301,7 +380,7 @@ def judge(rows: Sequence[Any], ordinary: Sequence[Any]) -> Any:
 
     told = of_losses(rows)
     if told.kind in ("nothing", "too few"):
-        return Verdict(told.kind, told.sentence, NEXT)
+        return Verdict(told.kind, told.sentence, command)
     found, yarn = at(rows, FOUND)[-1], at(rows, "yarn")[-1]
     kind = "better" if is_below(found, yarn) else "worse" if is_below(yarn, found) else "noise"
     text = {"repeat": "on a passage more than L back", "far": "on tokens that repeat what is more than L back"}
@@ -311,20 +390,20 @@ def judge(rows: Sequence[Any], ordinary: Sequence[Any]) -> Any:
         f"{text.get(found.protocol, 'on its last tokens')} ({pairs_of(found)}).",
         "The difference from YaRN is noise." if kind == "noise" else "",
     ]
-    (plain, _), (yarn_at_l, yarn), (at_l, found), (kept, _) = (
-        at(ordinary, line) for line in ("cut", "yarn", FOUND, KEPT)
-    )
+    (plain, _), (yarn_at_l, yarn), (at_l, found) = (at(ordinary, line) for line in ("cut", "yarn", FOUND))
+    kept, *_ = at(ordinary, KEPT) or [at_l]
     if rows is not ordinary:
         sentences.append(f"On ordinary text of that length they are {apart(found, yarn)} YaRN.")
     sentences.append(
         f"At L = {at_l.length} tokens of ordinary text they are {apart(at_l, plain)} the plain checkpoint, and YaRN is "
-        f"{apart(yarn_at_l, plain)} it; with the plain factors up to L they are {apart(kept, plain)} it."
+        f"{apart(yarn_at_l, plain)} it"
+        + (f"; with the plain factors up to L they are {apart(kept, plain)} it." if kept is not at_l else ".")
     )
-    if kept.loss - plain.loss > LOST:
+    if kept is not at_l and kept.loss - plain.loss > LOST:
         sentences.append(
             f"That is more than {LOST}, because the temperature stays: --attention-factor 1 leaves it out."
         )
-    return Verdict(kind, " ".join(filter(None, sentences)), NEXT)
+    return Verdict(kind, " ".join(filter(None, sentences)), command)
 
 
 def at(rows: Sequence[Any], name: str) -> list[Any]:
@@ -341,19 +420,27 @@ def apart(row: Any, other: Any) -> str:
     return f"{abs(difference):.3f}{within} {'below' if difference < 0 else 'above'}"
 
 
-def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, path: Path, title: str) -> None:
-    """The best loss so far by the number of lists, and the factors of the best list and of the starts by pair.
+def picture(
+    losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, path: Path, title: str, by: str = "pair"
+) -> None:
+    """The best loss so far by the number of lists, and the factors of the best list and of the starts by pair, or by
+    depth.
 
     Args:
         losses: of all lists as they were measured, those of the starts first.
         starts: the factors of each by name.
+        by: what has a factor of its own, `pair` or `layer`.
     """
     from rope_patch.evaluation import charts
     from rope_patch.evaluation.scheme_specs import display_name
 
+    order, axis = {
+        "pair": ("the fastest to the slowest", "pair of dimensions"),
+        "layer": ("the first to the last", "depth in percent"),
+    }[by]
     caption = (
         "Above: NLL of the best list so far, on the half of the text that chooses; dashed: YaRN's. Below: by how much "
-        "each pair is slowed, from the fastest to the slowest."
+        f"each {by} is slowed, from {order}."
     )
     figure, above, below = charts.sheet(title, caption, 5.0, 2)
     first, curve = len(set(starts.values())), list(accumulate(losses.values(), min))
@@ -362,11 +449,12 @@ def picture(losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, p
     )
     above.axhline(losses[starts["yarn"]], color=charts.FAINT, linestyle="--", linewidth=1.2)
     above.set(xlabel="lists measured", ylabel="NLL, nats per token")
-    below.set(xlabel="pair of dimensions", ylabel="factor")
+    below.set(xlabel=axis, ylabel="factor")
     lines = {}
     for (name, factors), colour in zip({FOUND: best, **starts}.items(), charts.COLOURS[1:], strict=False):
         style = {"color": colour, "linewidth": 2.2 if name == FOUND else 1.2}
-        (lines[display_name(name)],) = below.plot(range(len(factors)), factors, **style)
+        drawn = over_depth(factors, 101) if by == "layer" else factors
+        (lines[display_name(name)],) = below.plot(range(len(drawn)), drawn, **style)
     charts.name_lines(below, lines)
     charts.write(figure, path)
 

@@ -20,6 +20,7 @@ from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.rope_parameters import export_rope_parameters, native_scheme
 from rope_patch.mounting.plan import plan_mounts
 from rope_patch.patching import PatchHandle, current_scheme, patch, unpatch
+from rope_patch.ranking import rank_heads
 from rope_patch.saving.loading import from_pretrained
 from rope_patch.saving.resuming import repatch
 from rope_patch.saving.wrapped import save_pretrained

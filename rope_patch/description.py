@@ -213,13 +213,15 @@ def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer, weights: Weigh
 def _frequencies(scheme: Scheme, spec: RotarySpec, weights: Weights) -> Iterable[tuple[str, str]]:
     length = 4 * spec.training_length
     frequencies = scheme.frequencies_on(spec, torch.tensor([length]) if scheme.length_dependent else None, weights)
-    inv_freq, scaling = frequencies.inv_freq.flatten(), torch.as_tensor(frequencies.attention_scaling).flatten()[0]
+    by_head = frequencies.inv_freq.reshape(-1, frequencies.inv_freq.shape[-1])
+    inv_freq, scaling = by_head[0], torch.as_tensor(frequencies.attention_scaling).flatten()[0]
     if not inv_freq.any():
         yield "frequencies", "all 0: nothing rotates"
         return
     last, where = len(inv_freq) - 1, f"; in a text of {length} tokens" if scheme.length_dependent else ""
     pairs = sorted({last * part // 4 for part in range(5)})
-    yield "frequencies", _listed("pair", pairs, inv_freq[pairs]) + where
+    heads = f", head 0 of {len(by_head)}" if scheme.by_head else ""
+    yield "frequencies" + heads, _listed("pair", pairs, inv_freq[pairs]) + where
     yield "wavelengths", _listed("pair", pairs, 2 * torch.pi / inv_freq[pairs]) + " tokens"
     if frequencies.decay is not None:
         yield "decay", _listed("pair", pairs, frequencies.decay[pairs]) + " per token"

@@ -120,11 +120,13 @@ def _taken_off(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def mount_scheme(model: nn.Module, scheme: Scheme) -> PatchHandle:
+def mount_scheme(
+    model: nn.Module, scheme: Scheme, mount: Mount = "auto", attention: AttentionMode = "auto"
+) -> PatchHandle:
     """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
     with torch.device("cpu"), own_attention(model):
-        planned = _planned(model, scheme, "auto", Record.find(model))
-        return _mount(model, *planned, "auto", asked_attention("auto"))
+        planned = _planned(model, scheme, mount, Record.find(model))
+        return _mount(model, *planned, mount, asked_attention(attention))
 
 
 def mount_record(model: nn.Module, record: Record) -> PatchHandle:

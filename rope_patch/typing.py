@@ -52,7 +52,8 @@ class Frequencies:
     """f and the factor on cos and sin.
 
     Attributes:
-        inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` if they depend on the length of each row.
+        inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` if they depend on the length of each row, and
+            `(1, heads, d/2)` if each query head has its own.
         attention_scaling: multiplies cos and sin of query and key, so scores get its square.
         decay: per token of distance, float32, `(d/2,)`: a pair's share of the score is multiplied by
             exp(-decay (m - n)).

@@ -63,7 +63,8 @@ class Definition:
     `distance` is what rotates a pair of tokens, `(q, k)`, or `(q, k, d/2)` if every pair of dimensions has its own.
     `pair_weights` multiply each pair's share of a score, by the distance that rotates it, `(q, k, d/2)`. Whatever looks
     at queries and keys, or was learned, is given a `Head`: `head_scale` multiplies its scores, `(q, 1)`;
-    `learned_frequencies` replace its frequencies, `(d/2,)`; `content_bias` comes on top of its scores, `(q, k)`;
+    `learned_frequencies` replace its frequencies, `(d/2,)`, and `head_frequencies` those of the head of this number;
+    `content_bias` comes on top of its scores, `(q, k)`;
     `weight_factor` multiplies their softmax, `(q, k)`; and `relative_values` join the values, `(q, k, d)`. Vectors of
     tokens are replaced where they enter the stack (`embedding`) and each of its blocks (`block_embedding`).
     """
@@ -74,6 +75,7 @@ class Definition:
     bias: Callable[[int, Array, Array], Array | float] = lambda head, m, n: 0.0
     frequencies: Callable[[Array, int], Array] = lambda theta, length: theta
     learned_frequencies: Callable[[Array, Learned], Array] = lambda theta, learned: theta
+    head_frequencies: Callable[[int, Array], Array] | None = None
     temperature: float = 1.0
     pair_weights: Callable[[Array], Array | float] = lambda distance: 1.0
     head_scale: Callable[[Head], Array | float] = lambda head: 1.0
@@ -156,11 +158,17 @@ def _attend(
     m, n = np.arange(length)[:, None], np.arange(length)[None, :]
     distance = definition.distance(m, n)
     theta = definition.learned_frequencies(definition.frequencies(theta, length), learned)
-    angle = (distance if distance.ndim == 3 else distance[..., None]) * theta
     size = definition.temperature**2 * definition.pair_weights(distance)
-    cos, sin = size * np.cos(angle), size * np.sin(angle)
+
+    def turns(theta: Array) -> tuple[Array, Array]:
+        angle = (distance if distance.ndim == 3 else distance[..., None]) * theta
+        return size * np.cos(angle), size * np.sin(angle)
+
+    cos, sin = turns(theta)
     heads = []
     for head in range(len(q)):
+        if definition.head_frequencies is not None:
+            cos, sin = turns(definition.head_frequencies(head, theta))
         group = head * len(k) // len(q)
         (q1, q2), (k1, k2) = ((x[:, :half], x[:, half:]) for x in (q[head], k[group]))
         straight = q1[:, None] * k1[None] + q2[:, None] * k2[None]

@@ -10,7 +10,7 @@ FLOORS = [
     {"mounting"},
     {"context_parallel"},
     {"patching"},
-    {"saving", "description", "explaining"},
+    {"saving", "description", "explaining", "ranking"},
     {"api", "data"},
     {"evaluation", "serving"},
     {"training"},

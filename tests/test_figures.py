@@ -95,6 +95,30 @@ def test_the_table_of_the_search() -> None:
         assert [*told, f"{difference:+.3f} ± {error:.3f}"] in [run[2:6] for run in runs], file
 
 
+def test_the_table_of_the_search_by_layer() -> None:
+    page = (ROOT / "docs/search.md").read_text()
+    folder = RESULTS / "search/by_layer"
+    searched, flat = (Rows(folder / f"4x-seed0{name}.jsonl").rows for name in ("", "-flat"))
+    half = {row.texts for row in searched if row.line == "cut"}
+    at_target = [row for row in searched if row.length == 1024 and row.texts in half]
+    told = {}
+    for start, name in (("yarn", "YaRN"), ("mrrope", "MrRoPE"), ("layers", "the curve found")):
+        found, ordinary = (
+            next(row for row in at_target if row.line.startswith(start) and (row.protocol == "last") == last)
+            for last in (False, True)
+        )
+        told[start] = found, ordinary
+        beside = []
+        if start != "yarn":
+            pairs = zip(told[start], told["yarn"], strict=True)
+            beside = ["{:+.3f} ± {:.3f}".format(*paired_difference(*pair)) for pair in pairs]
+        assert " | ".join([f"| {name}", f"{found.loss:.3f}", *beside]) in page
+    *losses, curve = (next(row for row in flat if row.line.startswith(line)) for line in ("yarn:factor=4.5", "layers"))
+    assert f"| YaRN, factor = 4.5 in all layers | {losses[0].loss:.3f} |" in page
+    difference, error = paired_difference(curve, losses[0])
+    assert f"the curve is {-difference:.3f} ± {error:.3f} below YaRN with 4.5" in page
+
+
 def test_the_table_of_the_encodings(tmp_path: Path) -> None:
     for name in ("results.jsonl", "costs.jsonl"):
         (tmp_path / name).write_bytes((RESULTS / "encodings" / name).read_bytes())

@@ -18,7 +18,9 @@ from tests.processes import run_two
 
 EXACT = [None, "rerope:window=6+logn:training_length=8", "layers:[0=nope+logn;rest=rerope:window=6]"]
 EXACT += [CASES[name] for name in ("yarn", "dynamic_ntk", "dca", "xpos", "window", "sinusoidal", "learned", "rnn")]
-REFUSED = [CASES[name] for name in ("alibi", "t5", "kerple", "shaw", "fox", "fire", "urpe", "ssmax", "learned_rope")]
+REFUSED = [
+    CASES[name] for name in ("alibi", "t5", "kerple", "shaw", "fox", "fire", "urpe", "ssmax", "learned_rope", "ms_poe")
+]
 REFUSED += ["layers:[0=alibi;rest=rerope:window=6]", "rerope:window=6+alibi"]
 OTHERS = ["qwen3", "gemma3", "phi3", "mixtral"]
 

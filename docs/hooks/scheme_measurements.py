@@ -15,7 +15,11 @@ MULTIPLES = (1, 2, 4, 8)
 """The columns, in training lengths."""
 
 PLACES = {
-    "[embedded checkpoint](../../how-to/measure.md)": ("demo/perplexity.jsonl", "new_schemes/perplexity.jsonl"),
+    "[embedded checkpoint](../../how-to/measure.md)": (
+        "demo/perplexity.jsonl",
+        "new_schemes/perplexity.jsonl",
+        "new_schemes/ms_poe.jsonl",
+    ),
     "[its sweep](../../sweep.md)": ("sweep/sweep.jsonl",),
     "[SmolLM2-135M](../../real.md)": ("real/smollm2-135m/perplexity.jsonl",),
     "[TinyLlama-1.1B](../../real.md)": ("real/tinyllama-1.1b/perplexity.jsonl",),

@@ -84,6 +84,7 @@ class Turner:
         learned: the learned parameters of the layer, in any shape; layers share no tables if frequencies are among
             them.
         shares: whether other layers have the same frequencies.
+        by_head: whether each query head has frequencies of its own; there is a key for each of them then.
     """
 
     forward: Forward
@@ -96,6 +97,7 @@ class Turner:
     exact: bool = False
     learned: tuple[torch.Tensor, ...] = ()
     shares: bool = True
+    by_head: bool = False
 
     def rotates(self, position_map: PositionMap) -> bool:
         """Whether states still lack the rotation of a map."""
@@ -118,10 +120,10 @@ class Turner:
         return self._apply(*self._tables(position_map, side, x, slots, rows))(x)
 
     def later(self, region: Region, like: torch.Tensor) -> Rotation | None:
-        """The rotation of queries `like`, for an executor that rotates a few at a time; None if there is none, or if
-        a gradient flows into it.
+        """The rotation of queries `like`, for an executor that rotates a few at a time; None if there is none, if a
+        gradient flows into it, or if heads differ.
         """
-        if self.exact or not self.rotates(region.query_map):
+        if self.exact or self.by_head or not self.rotates(region.query_map):
             return None
         cos, sin = self._tables(region.query_map, "query", like)
         learns = cos.requires_grad or sin.requires_grad
@@ -129,7 +131,9 @@ class Turner:
 
     def by_matrix(self, like: torch.Tensor) -> bool:
         """Whether queries `like` are one token that a matrix rotates for all regions at once."""
-        return self.layout is not None and like.shape[2] == 1 and self.regions != (ALL_PAIRS,)
+        if self.layout is None or self.by_head or like.shape[2] > 1:
+            return False
+        return self.regions != (ALL_PAIRS,)
 
     def for_queries(
         self, like: torch.Tensor, kv_heads: int, scaling: float = 1.0, beside: bool = False

@@ -12,6 +12,7 @@ from transformers import Cache
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.masks import keys_seen, read_mask
+from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.turner import Turner
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.graphs import require
@@ -111,22 +112,27 @@ class ForwardCall:
     def turner(self, kv_length: int, learned: Weights) -> Turner:
         """The rotations of the queries and of `kv_length` keys, with the layer's `learned` parameters."""
         state, frequencies, layout = self.state, None, None
+        keys = self.key_positions(kv_length)
         if state.rotates:
             frequencies, layout = self._frequencies(learned), state.layer.layout
+            if state.by_head:
+                frequencies, keys = self._by_head(frequencies, keys)
         regions = state.both_ways if self.looks_ahead else state.regions
-        # a token that rotates all cached keys again does what no module does
-        again = state.scheme.length_dependent and self.position_ids.shape[1] == 1
+        # a token that rotates all cached keys again does what no module does; nor does one rotate by head
+        again = state.by_head or (state.scheme.length_dependent and self.position_ids.shape[1] == 1)
         return Turner(
             self.forward,
             self.position_ids,
-            self.key_positions(kv_length),
+            keys,
             regions or (ALL_PAIRS,),
             layout,
             frequencies,
             self.anchor,
             exact=len(regions) == 0 and not again,
             learned=tuple(learned.values()),
-            shares=not state.scheme.learned_frequencies,
+            # tables of all heads are as large as the keys: they live no longer than their layer needs them
+            shares=not (state.scheme.learned_frequencies or state.by_head),
+            by_head=state.by_head,
         )
 
     def _frequencies(self, learned: Weights) -> Frequencies:
@@ -136,6 +142,13 @@ class ForwardCall:
         if self.state.scheme.learned_frequencies:
             return source.frequencies(lengths, device, self.anchor is not None, learned)
         return self.forward.shared(FrequencySource.frequencies)(source, lengths, device, self.anchor is not None)
+
+    def _by_head(self, frequencies: Frequencies, keys: torch.Tensor) -> tuple[Frequencies, torch.Tensor]:
+        """f of the query heads that arrive, and the positions of a key for each of them."""
+        inv_freq = frequencies.inv_freq[:, self.heads or EVERY]
+        if keys.ndim == 3:
+            keys = keys.repeat_interleave(inv_freq.shape[1] // keys.shape[1], dim=1)
+        return dataclasses.replace(frequencies, inv_freq=inv_freq), keys
 
     def decay(self, learned: Weights) -> Decay | None:
         """How scores of the layer decay with distance; None if they do not."""

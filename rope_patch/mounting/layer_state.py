@@ -110,6 +110,7 @@ class LayerState:
         anchor: the position map of the keys in the cache; None if they are unrotated, or rotated by the model itself.
         kept: the rotation of the keys in the cache, as text.
         rotates: whether queries and keys are rotated in the attention function.
+        by_head: whether each query head has frequencies of its own.
         tables: names the rotary tables, which layers may share.
         source: where their frequencies come from.
         kind: layers of one group and kind differ only in states and weights.
@@ -150,7 +151,9 @@ class LayerState:
         self.source = FrequencySource(self.scheme, rotary, self.layer.spec, self.frequencies == "late")
         # properties that every call needs
         self.methods, self.decays, self.scales = self.scheme.methods, self.scheme.decays, "query_scale" in slots
+        self.by_head = self.scheme.by_head
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
+        self.scores |= self.by_head
 
     @property
     def reads_groups(self) -> bool:

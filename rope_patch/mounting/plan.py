@@ -214,8 +214,8 @@ def _numbers(scheme: Scheme, layers: Sequence[AttentionLayer]) -> dict[int, dict
 
 
 def _is_static(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> bool:
-    """Whether tables like the model's can hold the frequencies of these layers, for every row."""
-    follows = scheme.length_dependent or scheme.learned_frequencies
+    """Whether tables like the model's can hold the frequencies of these layers, for every row and head."""
+    follows = scheme.length_dependent or scheme.learned_frequencies or scheme.by_head
     is_one = not (follows or _reads_unrotated(scheme)) and all(tables.fixed is None for tables in stack.rotary)
     return (
         bool(stack.rotary)
@@ -248,7 +248,7 @@ def _rotates(scheme: Scheme) -> bool:
 
 
 def _check_fit(scheme: Scheme, stack: Stack) -> None:
-    family = type(stack.module).__name__
+    family, heads = type(stack.module).__name__, stack.checkpoint.num_heads
     if stack.absolute is not None and not (scheme.slots == {"embedding"} and scheme.is_table):
         raise UnsupportedModel(
             f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, but only "
@@ -273,13 +273,18 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(f"{family} sees both directions, but {scheme} is undefined for keys after the query")
-    by_head = scheme.brings_bias or "values" in scheme.slots or (scheme.learns and scheme.slots != {"embedding"})
+    if scheme.by_head and (other := next((each for each in stack.layers if each.heads.num != heads), None)):
+        raise UnsupportedModel(
+            f"{family}: {other.name} has {other.heads.num} heads, but {scheme} has factors for {heads} heads"
+        )
+    by_head = scheme.by_head or scheme.brings_bias or "values" in scheme.slots
+    by_head = by_head or (scheme.learns and scheme.slots != {"embedding"})
     weights = [weight for layer in stack.layers for weight in layer.module.parameters()] if by_head else []
     meshes = {mesh for weight in weights if (mesh := getattr(weight, "device_mesh", None)) is not None}
     if any("tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1 for mesh in meshes):
         raise UnsupportedModel(
-            f"{family} is under tensor parallelism, so each process has some of the heads, but {scheme} has values or "
-            "learned parameters of all of them; use data or context parallelism"
+            f"{family} is under tensor parallelism, so each process has some of the heads, but {scheme} has values, "
+            "factors or learned parameters of all of them; use data or context parallelism"
         )
 
 

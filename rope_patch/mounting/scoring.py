@@ -73,6 +73,8 @@ def late_attention(
         return _attend_by_request(module, query, key, value, call, scaling, dropout, kwargs)
     key = _arrived(module, call, query, key)
     state, learned = call.state, call.state.weights(module)
+    if state.by_head and (shared := query.shape[1] // key.shape[1]) > 1:  # heads that share a key turn it differently
+        key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
     factors = query_factors(call, query, learned)
     scaled = query if factors is None else query * factors
     keep = functools.partial(keep_step, call, module, (query, key, value), attention_mask, scaling, factors)
@@ -134,7 +136,7 @@ def late_attention(
     output, weights = engine.score(problem)
     if state.watch is not None:
         state.watch(problem.taken, problem)
-    if problem.plan is not None and not learned and not dropout:
+    if problem.plan is not None and not (learned or dropout or state.by_head):
         keep(problem.taken, functools.partial(_planned, problem.plan))
     return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)
 

@@ -24,6 +24,7 @@ from rope_patch.schemes.lm_infinite import LMInfinite
 from rope_patch.schemes.logn import LogN
 from rope_patch.schemes.longrope import LongRoPE
 from rope_patch.schemes.mrrope import MrRoPE
+from rope_patch.schemes.ms_poe import MsPoE
 from rope_patch.schemes.multiplicative import Multiplicative
 from rope_patch.schemes.ntk import AdjustedBase, DynamicNTK, NTKScaling
 from rope_patch.schemes.ntk_mixed import NTKMixed

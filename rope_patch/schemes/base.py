@@ -152,6 +152,7 @@ class Scheme(metaclass=_SchemeType):
         reads_ids: whether its `embedding` depends on token ids.
         stateful: whether its `embedding` carries a state from token to token, see `advance`.
         by_layer: whether layers differ, see `of_layers`.
+        by_head: whether each query head has frequencies of its own.
         sweep: what a search for the best scheme tries; None for what it leaves out.
     """
 
@@ -183,6 +184,7 @@ class Scheme(metaclass=_SchemeType):
     breaks_graph: ClassVar[IfAny] = False
     reads_ids: ClassVar[IfAny] = False
     by_layer: ClassVar[IfAny] = False
+    by_head: ClassVar[IfAny] = False
     sweep: ClassVar[Sweeps] = None
     composition: ClassVar[type[Scheme]]  # `Compose`, which is built on this class
 

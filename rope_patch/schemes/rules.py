@@ -178,6 +178,19 @@ class WholeNumbers(NumbersAboveZero):
 
 
 @dataclass(frozen=True)
+class Permutation(Rule):
+    """A list with the number of each of something once, from 0 on: an order of heads."""
+
+    each: str
+
+    def allowed(self, noun: str, scheme: Any = None) -> str:
+        return f"the number of each {self.each} once, from 0 on"
+
+    def holds(self, value: Any, scheme: Any) -> bool:
+        return bool(value) and all(_is_of(item, int) for item in value) and sorted(value) == list(range(len(value)))
+
+
+@dataclass(frozen=True)
 class FieldRule:
     """All that a field may be.
 

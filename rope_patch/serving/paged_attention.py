@@ -42,6 +42,7 @@ def anchor_of(state: LayerState) -> PositionMap | None:
         or scheme.length_dependent
         or scheme.decays
         or scheme.learns
+        or scheme.by_head
         or "running_bias" in state.methods
         or any(region.pairs is not None for region in regions)
         or any(min(region.stop, region.keys_below) == math.inf for region in near)

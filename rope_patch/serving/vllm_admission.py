@@ -53,9 +53,10 @@ def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
         return
     processes = config.parallel_config.tensor_parallel_size
     for scheme in recorded_schemes(record).values():
-        if processes > 1 and "bias" in scheme.slots:  # a process does not know which heads it has
+        what = "a bias" if "bias" in scheme.slots else "factors by head" if scheme.by_head else ""
+        if processes > 1 and what:  # a process does not know which heads it has
             raise UnsupportedModel(
-                f"{scheme} in vLLM: a bias with --tensor-parallel-size {processes} is not supported; 1 is allowed"
+                f"{scheme} in vLLM: {what} with --tensor-parallel-size {processes} is not supported; 1 is allowed"
             )
     hold(model)
     text, reaches = model.hf_text_config, reaches_of(model)

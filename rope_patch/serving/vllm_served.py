@@ -64,8 +64,8 @@ class Tables:
         for states, length in zip(schemes, lengths, strict=True):
             state, positions = next(iter(states.values())), torch.arange(length)
             scheme = state.scheme
-            others = scheme.slots - {"frequencies", "query_scale"}
-            if others or scheme.by_layer or scheme.length_dependent or scheme.decays or scheme.learns:
+            others = scheme.slots - {"frequencies", "query_scale"} or scheme.by_layer or scheme.by_head
+            if others or scheme.length_dependent or scheme.decays or scheme.learns:
                 return None
             if (frequencies := _shared_frequencies(states)) is None:
                 return None

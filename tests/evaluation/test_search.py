@@ -18,7 +18,7 @@ from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.side_by_side import measure_together
 from rope_patch.evaluation.tasks.perplexity import Perplexity
 from rope_patch.saving.export import describe_serving
-from rope_patch.schemes import get_scheme
+from rope_patch.schemes import PerLayer, get_scheme
 from rope_patch.typing import RotarySpec
 from tests.recipes import load_recipe, refuse, run_recipe
 
@@ -99,6 +99,44 @@ def test_equal_lists_without_room_end_a_generation():
 def test_a_wrong_evolution_is_refused(changed, message):
     with pytest.raises(EvaluationError, match=message):
         Evolution(**{"starts": (EVEN,), "factor": K, **changed})
+
+
+def de_casteljau(points, t):
+    """A point of a Bezier curve by repeated interpolation between neighbours."""
+    while len(points) > 1:
+        points = [(1 - t) * left + t * right for left, right in pairwise(points)]
+    return points[0]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6, 30])
+def test_layers_stand_on_the_curve_of_their_points(layers):
+    points = (1.0, 4.5, 2.0, 3.0)
+    depths = [number / max(1, layers - 1) for number in range(layers)]
+    found = recipe.over_depth(points, layers)
+    assert found == pytest.approx([de_casteljau(points, depth) for depth in depths], abs=1e-4)
+    assert found[0] == 1
+    assert recipe.over_depth((K,) * 4, layers) == (K,) * layers  # YaRN itself
+
+
+def test_curves_stay_within_their_bounds_and_come_near_a_known_optimum():
+    goal = (1.5, 4.8, 2.2, 3.1)
+    starts = recipe.curves_to(K)
+    assert starts["yarn"] == (4, 4, 4, 4)
+    assert starts["falling"] == pytest.approx(starts["rising"][::-1])
+
+    def far(points):
+        return sum((point - own) ** 2 for point, own in zip(points, goal, strict=True))
+
+    after = evolved(recipe.Curves(tuple(starts.values()), K), 21, far)
+    assert all(len(points) == 4 and min(points) >= 1 and max(points) <= 1 + K for points in after[-1])
+    best = [min(losses.values()) for losses in after]
+    assert best == sorted(best, reverse=True)
+    assert best[-1] < 0.05 * best[0]
+    first, second = (1.0, 2.0, 3.0, 4.0), (5.0, 4.5, 4.0, 3.5)
+    child = recipe.Curves((first,), K).crossed(first, second, np.random.default_rng(0))
+    assert child in [first[:cut] + second[cut:] for cut in (1, 2, 3)]
+    with pytest.raises(EvaluationError, match=r"points must be from 1 to 1 \+ k = 5"):
+        recipe.Curves(((4.0, 0.5, 1.0, 1.0),), K)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +244,32 @@ def test_what_was_found_is_exported_and_keeps_the_plain_checkpoint_up_to_l(
     assert f'Next: rope-patch export {checkpoint} --scheme "$(cat {tmp_path}/out/scheme.txt)"' in said
 
 
+def test_a_search_by_layer_finds_a_yarn_for_each_layer(checkpoint, text, tmp_path, capsys):
+    words = spelled(checkpoint, text, tmp_path / "out", "--by", "layer")
+    found, said = searched(capsys, words)
+    spec = (tmp_path / "out" / "scheme.txt").read_text().strip()
+    assert not (tmp_path / "out" / "scheme-short.txt").exists()
+    assert (tmp_path / "out" / "search.png").stat().st_size > 10_000
+    assert 8 < found["lists"] <= 4 + 2 * 4  # few points cross alike
+    scheme = get_scheme(spec)
+    assert scheme == get_scheme(found["scheme"])
+    by_layer = scheme.of_layers({0: "full_attention", 1: "full_attention"}, 2)
+    assert {each.name for each in by_layer.values()} == {"yarn"}
+    rows = [row for row in Rows(tmp_path / "out" / "search.jsonl").rows if row.scheme.get("layers")]
+    assert min(row.loss for row in rows if row.texts == rows[0].texts) == pytest.approx(min(found["choosing"]))
+    assert {row["line"] for row in found["confirmation"]} >= {"found", "yarn:factor=2", "cut"}
+    assert "plain factors" not in said + found["sentence"]
+    assert f'Next: rope-patch serve {checkpoint} --scheme "$(cat {tmp_path}/out/scheme.txt)"' in said
+
+
+def test_a_curve_of_equal_points_is_yarn(model, tokenizer, tmp_path):
+    task = Perplexity(tokenizer, repetitive(300, 320), "last", targets=8).resolve(MeasuredModel(model), [64])
+    flat = dict.fromkeys(range(model.config.num_hidden_layers), get_scheme("yarn:factor=4.0"))
+    schemes = [get_scheme("yarn:factor=4"), PerLayer({**flat, "rest": None})]
+    yarn, curve = run(model, task, schemes, [64])[-2:]
+    assert curve.nll_by_document == pytest.approx(yarn.nll_by_document, abs=1e-5)
+
+
 def test_the_small_checkpoint_is_searched_by_what_is_far_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recipe, "CONFIRMING", 1)
     words = ["--target", "2x", "--documents", "1", "--windows-per-document", "1", "--population", "4"]
@@ -224,6 +288,10 @@ def test_the_small_checkpoint_is_searched_by_what_is_far_back(tmp_path, capsys, 
         (("--target", "2x", "--generations", "0"), "generations=0 is not allowed; it must be at least 1"),
         (("--target", "2x", "--budget-minutes", "0"), "budget_minutes=0 is not allowed; it must be above 0"),
         (("--target", "2x", "--candidates-per-forward", "0"), "candidates_per_forward=0 is not allowed"),
+        (
+            ("--target", "2x", "--by", "layer", "--candidates-per-forward", "2"),
+            "candidates_per_forward=2 is not allowed with by=layer, where a forward has one curve; it must be 1",
+        ),
         (("--target", "2x", "--population", "3"), "population=3 is not allowed; it must be at least 4"),
         (("--target", "2x", "--attention-factor", "0"), "attention_factor=0 is not allowed; it must be above 0"),
         (("--target", "2x", "--protocol", "sliding"), "sliding"),

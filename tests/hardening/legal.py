@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from rope_patch import Compose, RopePatchError, Scheme, get_scheme, list_schemes
 from rope_patch.schemes import Checkpoint
-from rope_patch.schemes.rules import NumbersAboveZero, OneOf, SomeOf, TrueOrFalse, WholeNumbers, rules_of
+from rope_patch.schemes.rules import NumbersAboveZero, OneOf, Permutation, SomeOf, TrueOrFalse, WholeNumbers, rules_of
 from rope_patch.schemes.slots import ModelShape, Tokens
 from rope_patch.typing import RotarySpec
 from tests.cases import CASES, VARIANTS, what_is_missing
@@ -153,6 +153,8 @@ def _by_rule(usual: Scheme, field: str, value: Any, size: int) -> SearchStrategy
         return st.sampled_from(first.choices)
     if isinstance(first, SomeOf):
         return st.lists(st.sampled_from(first.choices), min_size=1, unique=True)
+    if isinstance(first, Permutation):
+        return st.permutations(range(size)).map(list)
     if isinstance(first, WholeNumbers):
         return st.lists(st.integers(1, 4), min_size=size, max_size=size)
     if isinstance(first, NumbersAboveZero):

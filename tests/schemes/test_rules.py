@@ -22,6 +22,7 @@ from rope_patch.schemes.rules import (
     FieldRule,
     NumbersAboveZero,
     OneOf,
+    Permutation,
     SomeOf,
     WholeNumbers,
     rules_of,
@@ -149,6 +150,8 @@ def edges_of(rule, kind, scheme):
     if isinstance(rule, SomeOf):
         words = rule.choices
         return [(words[0],), words, words[::-1]], [(), (words[0], words[0]), (*words, "other"), words[0]]
+    if isinstance(rule, Permutation):
+        return [(0,), (1, 0)], [(), (1,), (0, 0), (0, True), (0.0,), ("0",), 0]
     if isinstance(rule, WholeNumbers):
         return [(1,), (2, 1)], [(), (0,), (1, -1), (1.5,), (1, True), ("1",), 1]
     if isinstance(rule, NumbersAboveZero):

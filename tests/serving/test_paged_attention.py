@@ -232,6 +232,7 @@ def test_tokens_without_a_slot_are_not_written(compiled, monkeypatch):
         "dynamic_ntk",
         "fox",
         "rope+shaw",
+        "ms_poe",
         "dpe:window=8,groups=[1,2,4,4],shift=floor",
         "yarn:factor=4+leaky_rerope:window=8,factor=2",
     ],

@@ -36,7 +36,7 @@ LENGTH = 45
 
 USUAL = [CASES[name] for name in ("dynamic_ntk", "dca", "lm_infinite", "xpos", "fox", "shaw", "sinusoidal")]
 USUAL += ["layers:[0=nope+logn;rest=rerope:window=6]"]
-BY_HEADS = ["rerope:window=6+logn:training_length=8", CASES["alibi"], CASES["fox"]]
+BY_HEADS = ["rerope:window=6+logn:training_length=8", CASES["alibi"], CASES["fox"], CASES["ms_poe"]]
 ADAPTED = [  # sinks, windows in some layers and experts; windows and norms of queries; norms of queries
     *((spec, "gpt_oss") for spec in ("rerope:window=6+logn:training_length=8", CASES["yarn"], CASES["alibi"])),
     (CASES["dca"], "gemma3"),

@@ -34,7 +34,7 @@ def rotation_tables(
     Args:
         positions: `(batch, length)`, or `(batch, heads, length)` if heads differ, integer or fractional; with d/2 as an
             additional last axis if they are `by_pair`.
-        inv_freq: `(d/2,)` or `(batch, d/2)`.
+        inv_freq: `(d/2,)` or `(batch, d/2)`; `(1, heads, d/2)` if heads differ.
         attention_scaling: number, or `(batch, 1)`.
         dtype: of the returned tables; angles are computed in float32, as Transformers does.
         by_pair: whether every pair of dimensions has positions of its own, as a map with `pairs` returns them.
