@@ -188,7 +188,7 @@ def _mount(
     attention: AttentionMode,
     per_request: Mapping[int, Scheme] | None = None,
 ) -> PatchHandle:
-    rotary = {tables.module: stack.module for stack, _ in mounted for tables in stack.rotary}
+    rotary = {module: stack.module for stack, _ in mounted for tables in stack.rotary for module in tables.modules}
     holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
     forget_managers(holders)
     changes = Changes()
