@@ -105,7 +105,11 @@ def plain_frequencies(theta):
 @pytest.mark.parametrize("spec", ENTRIES)
 def test_static_frequencies_are_those_of_transformers(spec):
     model = build()
-    plain, expected = logits(model, tokens()), logits(with_entries(model, compress=ENTRIES[spec]), tokens())
+    try:
+        expected = logits(with_entries(model, compress=ENTRIES[spec]), tokens())
+    except UnboundLocalError:  # of Transformers 5.17
+        pytest.skip("this version of Transformers has no longrope by layer type")
+    plain = logits(model, tokens())
     assert (expected - plain).abs().max() > 0.1
     before = snapshot(model)
     with patch(model, spec) as handle:
