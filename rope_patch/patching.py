@@ -231,7 +231,7 @@ def _mount(
     handle: PatchHandle | None = None,
 ) -> PatchHandle:
     """Install a scheme that was planned; a `handle` that was removed takes it up again."""
-    rotary = {tables.module: stack.module for stack, _ in mounted for tables in stack.rotary}
+    rotary = {module: stack.module for stack, _ in mounted for tables in stack.rotary for module in tables.modules}
     holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
     forget_managers(holders)
     changes = Changes()

@@ -20,6 +20,7 @@ from tests.cases import CASES, ROUTES
 from tests.families import GENERIC, from_config
 from tests.runs import tokens
 from tests.snapshots import snapshot
+from tests.zoo.builder import specimen
 
 LATE = [spec for spec in ROUTES if spec != CASES["yarn"]]
 """The schemes that come to see the cache and the positions of a call."""
@@ -40,7 +41,7 @@ def refused(model, error, said):
     ("model_type", "said"),
     [
         ("hunyuan_v1_dense", "a norm"),
-        ("deepseek_v4", "6 rotary modules"),
+        ("deepseek_v4", "DeepseekV4HCACompressor inside it rotates keys of its own"),
         ("deepseek_v32", "DeepseekV32Indexer inside it reads the rotary tables as well"),
         ("diffllama", "DiffLlamaAttention calls the attention interface of Transformers 2 times"),
         ("doge", "DogeAttention has an attention interface of its own"),
@@ -52,6 +53,16 @@ def test_a_family_that_is_not_understood(model_type, said, spec):
     model = from_config(AutoConfig.for_model(model_type, **GENERIC))
     with refused(model, UnsupportedModel, said):
         patch(model, spec)
+
+
+def test_a_model_of_which_only_the_eyes_have_positions():
+    if "glm5_next" not in CONFIG_MAPPING:
+        pytest.skip("not in this version of Transformers")
+    model = specimen("glm5_next").model
+    with pytest.raises(
+        UnsupportedModel, match="were found in its Glm5NextVisionModel alone, which reads no text: Glm5"
+    ):
+        patch(model, "pi:factor=4")
 
 
 def test_a_norm_that_would_undo_a_temperature():

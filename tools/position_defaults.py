@@ -36,7 +36,6 @@ OWN = {
     **dict.fromkeys(
         ("cohere_compass", "cohere_compass_text"), "only layer types that rope_parameters name rotate, by image axes"
     ),
-    "deepseek_v4": "its compressed keys rotate by code of its own, beside a window with another theta",
     "clvp": "it rotates by code of its own, with theta = 10000",
     "clvp_decoder": "it rotates by code of its own, with theta = 10000",
     "clvp_encoder": "it rotates by code of its own, with theta = 10000",
@@ -59,14 +58,24 @@ FIXED: dict[str, dict[str, Any]] = {"codegen": _PARTS, "gptj": _PARTS, "roformer
 """Types without words for theta and scaling, which rotate with 10,000."""
 
 OVERRIDDEN: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "reads_head_dim": ["head_dim"],
+        "theta": {"main": 10000.0, "compress": 160000.0},
+        "reads_theta": {"main": ["rope_theta"], "compress": ["compress_rope_theta"]},
+        "partial": 0.125,
+        "rope_parameters": {},
+        "split": True,
+    },
     "mistral4": {
         "head_dim": 128,
         "reads_head_dim": ["qk_nope_head_dim+qk_rope_head_dim"],
         "partial": 0.5,
         "reads_partial": ["qk_rope_head_dim"],
-    }
+    },
 }
-"""Values that no trial of one field shows: this type adds up the two parts of a head."""
+"""Values that no trial of one field shows: DeepSeek V4 splits the words of a config, Mistral 4 adds up the two parts of
+a head.
+"""
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},

@@ -44,6 +44,7 @@ class Architecture:
         reads_scaling: whether `rope_scaling` counts, where all layers are alike.
         scaled: the layer types to which one `rope_scaling` applies; None if such a config does not load.
         flat: the layer types to which `rope_parameters` apply that do not name any.
+        split: whether parameters of no layer type belong to the second one, `compress`, as in DeepSeek V4.
         fixed: whether no word of the config changes the base or scales it.
         alpha: whether `dynamic` takes one base for all lengths, theta alpha^(d/(d - 2)).
         sections, interleaved: as in `Rotation`, where the config does not say; they are the code's own.
@@ -68,6 +69,7 @@ class Architecture:
     reads_scaling: bool = True
     scaled: tuple[str, ...] | None = None
     flat: tuple[str, ...] | None = None
+    split: bool = False
     fixed: bool = False
     alpha: bool = False
     sections: tuple[int, ...] = ()

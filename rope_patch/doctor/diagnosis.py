@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from .architecture import architecture_of
 from .entries import ALL, rotations_of
 from .errors import Unreadable
 from .odd_values import notes_on_odd_values
@@ -18,6 +19,8 @@ from .sources import Source
 SEEN = 0.01
 """Radians from which on an angle counts as another one: a cosine differs in the second decimal of a score's addend."""
 
+
+_UNCHECKED = "its code for this model decides what parameters by layer type are, and was not checked"
 
 _UNKNOWN = 4096
 """Tokens that stand for the length of a text where the config has none."""
@@ -51,7 +54,7 @@ class Reading:
 
     Attributes:
         reader: its name; `version` and `known` as in `Reader`.
-        verdict: `agrees`, `partly`, `differs` or `refuses`.
+        verdict: `agrees`, `partly`, `differs`, `refuses` or `unknown`.
         rotations: what it computes, by layer type.
         differences: from what the config says.
         reasons: what it does, a sentence each.
@@ -92,8 +95,8 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether every reader computes the positions that the config says."""
-        return all(reading.verdict in ("agrees", "partly") for reading in self.readings)
+        """Whether no reader is known to compute other positions than the config says."""
+        return all(reading.verdict in ("agrees", "partly", "unknown") for reading in self.readings)
 
 
 def diagnose(source: Source, asked: Iterable[str] = ()) -> Report:
@@ -129,6 +132,9 @@ def called(asked: str) -> tuple[Reader, str]:
 
 
 def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, Rotation]) -> Reading:
+    own = architecture_of(source.model_type)
+    if own is not None and own.split and not reader.knows_layers_of(source.model_type):
+        return Reading(reader.name, version, reader.known, "unknown", {}, reasons=(_UNCHECKED,), writes=reader.writes)
     understood = reader.understood(source, version)
     differences = () if understood.refusal else differences_of(stated, understood.rotations)
     found = understood.deviations if differences or understood.refusal else ()
@@ -148,7 +154,7 @@ def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, 
                 cures.append(f'write "max_position_embeddings": {reach(rotation)}')
     if verdict == "agrees" and set(stated) != {ALL} and not reader.knows_layers_of(source.model_type):
         verdict = "partly"
-        reasons.append("its code for this model decides what parameters by layer type are, and was not checked")
+        reasons.append(_UNCHECKED)
     if source.record is not None:
         verdict = "differs"
         reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")

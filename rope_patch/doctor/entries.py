@@ -188,6 +188,8 @@ class _Reader:
 
     def _entries_of_kinds(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """As `_entries`, of an architecture whose layer types have thetas of their own."""
+        if self.own.split:
+            return self._split(next(iter(given.values()), {}))
         entries: dict[str, Any] = {} if given else dict(self.own.rope_parameters)
         entries = {kind: entries.get(kind, {}) for kind in self.own.kinds}
         nested = {name: by_type for name, entry in given.items() if (by_type := self._by_type(entry))}
@@ -206,6 +208,28 @@ class _Reader:
                 )
             entries |= {kind: {"rope_type": "default", **(entries[kind] or {}), **given[name]} for kind in kinds}
         return {kind: entry for kind, entry in entries.items() if entry is not None}
+
+    def _split(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """The two entries of DeepSeek V4 (`DeepseekV4Config.__post_init__` of 5.23). If both are named, they take what
+        they leave out from the top, except that `default` alone rotates whole heads. Else the parameters are of the
+        compressed keys, with theta and share from the top, and YaRN without a temperature.
+        """
+        share = self.fields.get(PARTIAL[0])
+        unsaid = self._partial({}, "", "default", self._head_dim("")) if share is None else share
+        both = {kind: self._by_type(entry).get(kind) for kind in self.own.kinds}
+        if self.spelling.nested and all(both.values()):
+            theta = self.fields.get(THETA[0]) or self.own.theta[self.own.kinds[0]]  # type: ignore[index]
+            top = {PARTIAL[0]: unsaid, THETA[0]: theta}
+            whole = {**top, PARTIAL[0]: 1.0} if share is None else top
+            return {
+                kind: {**(whole if self._type(each or {}) == "default" else top), **(each or {})}
+                for kind, each in both.items()
+            }
+        scaling = {name: value for name, value in entry.items() if name not in (*both, THETA[0])}
+        if scaling and self._type(scaling) == "yarn":
+            scaling = {"attention_factor": 1.0, **scaling}
+        main, compress = self.own.kinds
+        return {main: {PARTIAL[0]: unsaid}, compress: {**scaling, PARTIAL[0]: unsaid}}
 
     def _by_type(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
         """The parts of an entry that are named by a layer type; null is a layer without positions."""

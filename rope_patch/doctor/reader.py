@@ -138,6 +138,7 @@ class Reader:
         deviations: in the order in which they apply.
         limits: what it does to the length of texts.
         by_layer: model types whose parameters by layer type were looked at, `*` for any; of others it is not known.
+        unchecked: model types of which it is not known either, where `by_layer` has any.
         writes: of a trainer: what it puts into the config of the checkpoint that it saves.
         start: the option that gives it the context, with `{length}`.
         record: what becomes of a scheme that rope_patch alone records, as the end of a sentence.
@@ -154,6 +155,7 @@ class Reader:
     deviations: tuple[Deviation, ...] = ()
     limits: tuple[Limit, ...] = ()
     by_layer: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     writes: str = ""
     start: str = ""
     record: str = ""
@@ -170,7 +172,8 @@ class Reader:
 
     def knows_layers_of(self, model_type: str) -> bool:
         """Whether it is known what it makes of parameters by layer type in a model of this `model_type`."""
-        return any(model_type.startswith(name.removesuffix("*")) for name in self.by_layer)
+        known = any(model_type.startswith(name.removesuffix("*")) for name in self.by_layer)
+        return known and model_type not in self.unchecked
 
     def limit(self, source: Source, rotation: Rotation, version: str = "") -> int | None:
         """The longest text that it takes, in tokens, where it cuts the type of a `rotation` of a `source`; else None.

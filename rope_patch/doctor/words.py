@@ -54,7 +54,8 @@ def _name(reading: Reading) -> str:
 
 
 def _reader(reading: Reading, wide: int) -> Iterator[str]:
-    yield f"{_name(reading):<{wide}} {_VERDICTS[reading.verdict]} ({reading.known})"
+    known = "" if reading.verdict == "unknown" else f" ({reading.known})"
+    yield f"{_name(reading):<{wide}} {_VERDICTS[reading.verdict]}{known}"
     for difference in reading.differences:
         yield f"{'':<{wide}} {said(difference)}"
     for reason in reading.reasons:
@@ -70,6 +71,7 @@ _VERDICTS = {
     "partly": "agrees for some texts",
     "differs": "differs",
     "refuses": "does not load it",
+    "unknown": "is not known",
 }
 
 

@@ -36,6 +36,8 @@ class RotaryTables:
         fixed: what a module rotates by whose tables do not follow its `inv_freq` and `attention_scaling`; None if they
             do.
         rounding: how a cast has rounded its frequencies; None if it has not.
+        copies: modules inside attention layers that have the same tables, and rotate keys of their own by them.
+        choices: the names of all sets, if attention receives them in one dict and takes this one out of it.
     """
 
     module: nn.Module
@@ -47,6 +49,13 @@ class RotaryTables:
     rotating_pairs: int | None = None
     fixed: Frequencies | None = field(default=None, compare=False)
     rounding: Rounding | None = None
+    copies: tuple[nn.Module, ...] = ()
+    choices: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All modules that have these tables."""
+        return (self.module, *self.copies)
 
     def spec(self, training_length: int) -> RotarySpec:
         """The facts about this set that a frequency scheme receives."""
@@ -94,6 +103,10 @@ class RotaryTables:
         """cos and sin, `(batch, length, width)`, in the form that attention reads."""
         return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
+    def offered(self, tables: Any) -> Any:
+        """Tables of any shape as the argument of an attention module, which may take them out of a dict."""
+        return dict.fromkeys(self.choices, tables) if self.choices else tables
+
 
 def is_causal(attention: nn.Module, argument: bool | None = None) -> bool:
     """Whether a token sees only the keys up to its own: by the `argument` of the forward, else by the config or, if
@@ -127,6 +140,7 @@ class AttentionLayer:
         bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`.
         gets_positions: whether its block passes position ids to it.
         normed: whether a norm follows the rotation and undoes a scale of cos and sin.
+        turns_values: whether its values rotate with its keys, so that a scale of cos and sin scales them, too.
         unscored: why its queries and keys cannot be scored here, so that only its tables can be replaced; empty if they
             can.
     """
@@ -143,6 +157,7 @@ class AttentionLayer:
     kind: str = "full_attention"
     gets_positions: bool = True
     normed: bool = False
+    turns_values: bool = False
     unscored: str = ""
 
     @property

@@ -14,6 +14,7 @@ from rope_patch.models.rope_entries import (
     is_number,
     main_layer_type,
     rope_entries,
+    rotates_by,
     scheme_of_entry,
 )
 from rope_patch.schemes.base import Scheme
@@ -142,9 +143,9 @@ def config_of_layer(config: Any, index: int) -> Any:
 
 
 def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
-    """The configs of all layers of one type, or of all layers; the config itself if no layer has this type."""
+    """The configs of the layers that rotate by the entry of a type, or of all layers; the config itself without any."""
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    return [config_of_layer(config, i) for i, kind in enumerate(types) if layer_type in (None, kind)] or [config]
+    return [config_of_layer(config, i) for i, kind in enumerate(types) if rotates_by(kind, layer_type)] or [config]
 
 
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,7 +33,19 @@ def read_stacks(model: nn.Module) -> tuple[Stack, ...]:
     for _, module in stacks:
         if wrong := wrong_field(vars(module.config)):
             raise UnsupportedModel(f"{type(module.config).__name__}: {wrong}")
-    return tuple(style.read(module) for style, module in stacks)
+    return tuple(_read(style, module, model) for style, module in stacks)
+
+
+def _read(style: ModuleType, module: PreTrainedModel, model: nn.Module) -> Stack:
+    try:
+        return cast(Stack, style.read(module))
+    except UnsupportedModel as error:
+        if module is model or hasattr(module.config, "vocab_size"):
+            raise
+        raise UnsupportedModel(
+            f"{type(model).__name__}: positions were found in its {type(module).__name__} alone, which reads no text: "
+            f"{error}"
+        ) from error
 
 
 def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:

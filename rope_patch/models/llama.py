@@ -29,7 +29,14 @@ from rope_patch.models.config import (
 )
 from rope_patch.models.module_state import EmptyTables, ModuleState
 from rope_patch.models.passed_tables import passed_tables
-from rope_patch.models.probe import ChangedAfterRotation, Measuring, follows_buffers, measure_fixed, measure_tables
+from rope_patch.models.probe import (
+    ChangedAfterRotation,
+    Measuring,
+    TurnedValues,
+    follows_buffers,
+    measure_fixed,
+    measure_tables,
+)
 from rope_patch.models.record import RECORD
 from rope_patch.models.rope_entries import rope_entries
 from rope_patch.models.rounding import rounding_of
@@ -47,10 +54,14 @@ def read(stack: PreTrainedModel) -> Stack:
         UnsupportedModel: a part of it is not supported; the message names the reason.
     """
     family = type(stack).__name__
-    modules = [module for module in stack.modules() if _is_rotary(module)]
+    every = [module for module in stack.modules() if _is_rotary(module)]
+    attention = _attention_modules(stack)
+    parts = {part for _, layer in attention for part in layer.modules()}
+    inside = [module for module in every if module in parts]
+    modules = [module for module in every if module not in parts]
     checkpoint = checkpoint_of_config(stack.config)
     with contextlib.ExitStack() as tried:
-        for module in modules:
+        for module in every:
             if empty := EmptyTables(module, stack):
                 tried.callback(empty.restore)
                 empty.fill()
@@ -58,18 +69,19 @@ def read(stack: PreTrainedModel) -> Stack:
         configs = (
             [stack.config] if len(modules) == 1 else [getattr(module, "config", stack.config) for module in modules]
         )
-        rotary = tuple(itertools.chain(*map(_tables_of, modules, configs)))
+        found = itertools.chain(*map(_tables_of, modules, configs))
+        rotary = tuple(dataclasses.replace(tables, copies=_copies(tables, inside)) for tables in found)
         passed, measuring, cached = passed_tables(stack, rotary), Measuring(), _layers_of_cache(stack)
         read_layers = (
             _read_layer(name, module, index, rotary, passed, stack, checkpoint.training_length, measuring, cached)
-            for index, (name, module) in enumerate(_attention_modules(stack))
+            for index, (name, module) in enumerate(attention)
         )
         layers = tuple(layer for layer in read_layers if layer is not None)
     if not layers:
         raise UnsupportedModel(
             f"{family} has no self-attention that takes `position_embeddings` through the attention interface"
         )
-    if len(modules) > 1:  # some may be unused
+    if len(every) > 1:  # some may be unused
         rotary = tuple(dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None))
     widths = {layer.spec.dim for layer in layers if layer.rotates}
     checkpoint = dataclasses.replace(
@@ -95,6 +107,17 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
             raise UnsupportedModel(f"{type(config).__name__} has no `rope_theta` for layer type {layer_type!r}")
     measured = (measure_tables(RotaryTables(module, kind, entries[kind]["rope_theta"])) for kind in types)
     return tuple(_compared(tables, config) for tables in measured)
+
+
+def _copies(tables: RotaryTables, inside: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """Those of the modules inside attention layers that have the same tables."""
+    name = tables.attribute("inv_freq")
+    own = getattr(tables.module, name).cpu()
+    return tuple(
+        module
+        for module in inside
+        if type(module) is type(tables.module) and torch.equal(getattr(module, name).cpu(), own)
+    )
 
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
@@ -199,8 +222,14 @@ def _read_layer(
     if not passed_here:
         if (count := len({each.module for each in rotary})) > 1:
             raise UnsupportedModel(f"{family} has {count} rotary modules; it does not declare which one {name} uses")
+        tables = tables or measuring.choice(module, rotary)
         if tables is None:
             raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")
+    for part in module.modules():
+        if _is_rotary(part) and tables is not None and part not in tables.copies:
+            raise UnsupportedModel(
+                f"{family}: a {type(part).__name__} inside {name} has other frequencies than the stack's"
+            )
     sliding = getattr(module, "sliding_window", None)
     keeps = _keeps_keys_apart(cached, index)
     if keeps:
@@ -215,7 +244,8 @@ def _read_layer(
         # Mistral-like: only the config has the window, for every layer
         for_all = getattr(config, "use_sliding_window", True) and not types
         sliding = getattr(config, "sliding_window", None) if for_all else None
-    layout, normed, gets_positions, unscored = None, False, True, keeps or _reads_tables_otherwise(module)
+    layout, normed, turns_values, gets_positions = None, False, False, True
+    unscored = _rotates_more_keys(module) or keeps or _reads_tables_otherwise(module)
     heads = Heads(config.num_attention_heads, *[head_dim(config)] * 2)
     try:
         if tables is None:
@@ -226,7 +256,7 @@ def _read_layer(
                 return None
             gets_positions = passes
     except UnsupportedModel as error:
-        normed = isinstance(error, ChangedAfterRotation)
+        normed, turns_values = isinstance(error, ChangedAfterRotation), isinstance(error, TurnedValues)
         unscored = unscored or (not normed and _misses_interface(module)) or str(error)
     if tables is not None and layout is not None and normed and tables.attention_scaling != 1:
         raise UnsupportedModel(
@@ -246,6 +276,7 @@ def _read_layer(
         kind=kind,
         gets_positions=gets_positions,
         normed=normed,
+        turns_values=turns_values,
         unscored=unscored,
     )
 
@@ -262,6 +293,12 @@ def _keeps_keys_apart(cached: Sequence[type], index: int) -> str:
     own = cached[index] if index < len(cached) else DynamicLayer
     place = getattr(own, "update", DynamicLayer.update).__module__
     return "" if place == DynamicLayer.__module__ else f"{own.__name__} keeps keys in a form of its own"
+
+
+def _rotates_more_keys(module: nn.Module) -> str:
+    """Which part of an attention module rotates keys that no block passes to it; empty without one."""
+    parts = (part for part in module.modules() if any(map(_is_rotary, part.children())))
+    return next((f"{type(part).__name__} inside it rotates keys of its own" for part in parts), "")
 
 
 def _reads_tables_otherwise(module: nn.Module) -> str:

@@ -19,7 +19,7 @@ import inspect
 import itertools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -44,12 +44,17 @@ _AXES = (2, 3, 4)
 _ROWS = 16  # number of vectors in the search for a dimension's partner
 _ULPS = 4  # tolerance in units in the last place for a norm that sums the dimensions of a head in another order
 _CHANGED = "something follows the rotation of queries and keys (a norm, a scale)"
+_VALUES = "its values rotate with its keys, so another distance would change what is summed"
 
 Measured = TypeVar("Measured")
 
 
 class ChangedAfterRotation(UnsupportedModel):
     """Something changes queries or keys after they were rotated, such as a norm with weights."""
+
+
+class TurnedValues(UnsupportedModel):
+    """The values rotate with the keys."""
 
 
 class Rotation(NamedTuple):
@@ -85,6 +90,11 @@ class Measuring:
         except UnsupportedModel:
             gets_positions = _names_positions(block)
         return rotation, gets_positions
+
+    def choice(self, module: nn.Module, rotary: Sequence[RotaryTables]) -> RotaryTables | None:
+        """`measure_choice` for this layer, or for another one of its kind."""
+        kind = ("choice", kind_of(module))
+        return self._once_a_kind(kind, module, module, lambda tried, _: measure_choice(tried, rotary))
 
     def heads(self, module: nn.Module) -> Heads:
         """`measure_heads` for this layer, which receives no tables, or for another one of its kind."""
@@ -168,6 +178,34 @@ def measure_fixed(rotary: RotaryTables, training_length: int) -> Frequencies:
     return Frequencies(rotary.inv_freq.clone(), scaling)
 
 
+class _Choices(dict[str | None, Any]):
+    """Tables by name, which notes the names that are read."""
+
+    def __init__(self, tables: dict[str | None, Any]) -> None:
+        super().__init__(tables)
+        self.read: set[str | None] = set()
+
+    def __getitem__(self, name: str | None) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def measure_choice(module: nn.Module, rotary: Sequence[RotaryTables]) -> RotaryTables | None:
+    """The one set of tables that an attention module takes out of a dict of all sets; None if it takes no dict."""
+    hidden = _random_input(module)
+    places = torch.arange(_TOKENS)[None]
+    choices = _Choices({tables.layer_type: tables.compute(places, like=hidden) for tables in rotary})
+
+    def skip(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return value, None
+
+    # an error after they were read is none
+    with probing(module, skip), torch.no_grad(), contextlib.suppress(Exception):
+        module(**_arguments(module, hidden, choices))
+    chosen = next((tables for tables in rotary if choices.read == {tables.layer_type}), None)
+    return chosen and dataclasses.replace(chosen, choices=tuple(map(str, choices)))
+
+
 def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotation:
     """How a self-attention module rotates; the module stays unchanged.
 
@@ -184,6 +222,8 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotati
 
     query, key, value = _run(module, rotary, cos, sin)
     heads = Heads(query.shape[1], query.shape[-1], value.shape[-1])
+    if (value[1] - value[0]).abs().max() > 1e-2 * value[0].abs().max():
+        raise TurnedValues(_VALUES)
     normed = not (_doubles(query) and _doubles(key))
     if normed:
         query, key = _run(module, rotary, cos, sin, with_other_vectors=True)[:2]
@@ -231,7 +271,7 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
     try:
         tables = rotary.compute(torch.arange(_TOKENS)[None], like=hidden)
         with torch.no_grad():
-            block.forward(**_arguments(block, hidden, tables))
+            block.forward(**_arguments(block, hidden, rotary.offered(tables)))
     except _AttentionReached as reached:
         return reached.args[0] and _names_positions(block)
     except Exception as error:  # any error means that the block needs other arguments
@@ -343,7 +383,8 @@ def _run(
     vectors = {name: vector for name, vector in module.named_parameters() if vector.ndim == 1 and with_other_vectors}
     random = torch.Generator().manual_seed(0)
     others = {name: v + 0.5 * torch.randn(v.shape, generator=random).to(v) for name, v in vectors.items()}
-    arguments = _arguments(module, hidden, (cos, sin) if rotary is None else rotary.joined(cos, sin))
+    tables = (cos, sin) if rotary is None else rotary.offered(rotary.joined(cos, sin))
+    arguments = _arguments(module, hidden, tables)
     every = torch.ones(len(cos), 1, _TOKENS, _TOKENS, dtype=torch.bool, device=hidden.device)
     for mask in (None, every):  # some read the mask before they attend
         captured.clear()

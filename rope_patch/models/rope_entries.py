@@ -30,6 +30,12 @@ SCALING = frozenset(
 )
 """Keys of an entry that a scheme sets; all others, such as `mrope_section`, belong to the checkpoint."""
 
+_LAYER_TYPES = {
+    "main": ("sliding_attention",),
+    "compress": ("compressed_sparse_attention", "heavily_compressed_attention"),
+}
+"""The layer types of entries that are not named for one: those of DeepSeek V4, with and without compressed keys."""
+
 _LARGEST = 1e300  # larger numbers overflow in computations
 
 LARGEST_SIZE = 10**15  # of the sizes and factors in a config
@@ -67,6 +73,17 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
                 wrong = f"{name}={value!r} in `rope_parameters`; it must be a number above 0"
                 raise UnsupportedModel(f"{type(config).__name__}: {wrong}")
     return entries
+
+
+def rotates_by(layer_type: str, name: str | None) -> bool:
+    """Whether layers of a type rotate by the entry of this name."""
+    return name in (None, layer_type) or layer_type in _LAYER_TYPES.get(name or "", ())
+
+
+def layer_types_of(name: str | None, config: Any) -> list[str]:
+    """The layer types of a config that rotate by the entry of this name; the name itself, unless it is not one."""
+    kinds = _LAYER_TYPES.get(name or "")
+    return [str(name)] if kinds is None else [kind for kind in kinds if kind in config.layer_types]
 
 
 def as_computed(entry: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
@@ -114,8 +131,8 @@ def check_computable(config: Any) -> None:
 
 
 def main_layer_type(entries: dict[str | None, dict[str, Any]]) -> str | None:
-    """The layer type of `rope_entries` that stands for a checkpoint: full attention, or the first."""
-    return "full_attention" if entries.get("full_attention") else next(iter(entries))
+    """The layer type of `rope_entries` that stands for a checkpoint: the one that sees all of a text, or the first."""
+    return next((name for name in ("full_attention", "compress") if entries.get(name)), next(iter(entries)))
 
 
 def scheme_of_entry(entry: dict[str, Any], nested: bool, checked: bool = True) -> Scheme | None:

@@ -24,7 +24,14 @@ from rope_patch.models.config import (
 )
 from rope_patch.models.find_stacks import find_stacks, read_stacks
 from rope_patch.models.record import Record, before_patch
-from rope_patch.models.rope_entries import SCALING, rope_entries, scheme_of_entry
+from rope_patch.models.rope_entries import (
+    SCALING,
+    layer_types_of,
+    main_layer_type,
+    rope_entries,
+    rotates_by,
+    scheme_of_entry,
+)
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.ntk import AdjustedBase
@@ -227,17 +234,15 @@ def scheme_of_parameters(parameters: dict[str, Any], config: Any) -> Scheme:
             "rope_parameters={} name no rope_type; write one, such as {'rope_type': 'yarn', 'factor': 4.0}"
         )
     if not all(isinstance(entry, dict) for entry in parameters.values()):
-        native = own.get("full_attention") or next(iter(own.values()))
-        return _scheme_given(parameters, native, config, None not in own)
-    schemes: dict[str | int, Any] = dict.fromkeys(map(str, own))
+        return _scheme_given(parameters, own[main_layer_type(own)], config, None not in own)
+    schemes: dict[str | int, Any] = {kind: None for name in own for kind in layer_types_of(name, config)}
     for layer_type, entry in parameters.items():
         if layer_type not in own:
-            allowed = (
-                did_you_mean(layer_type, map(str, schemes)) if None not in own else "it has one entry for all layers"
-            )
+            allowed = did_you_mean(layer_type, map(str, own)) if None not in own else "it has one entry for all layers"
             raise InvalidField(f"{type(config).__name__} has no rope_parameters of {layer_type!r}; {allowed}")
         scheme, unchanged = (_scheme_given(each, own[layer_type], config, True) for each in (entry, own[layer_type]))
-        schemes[layer_type] = None if scheme == unchanged else scheme
+        if scheme != unchanged:
+            schemes |= dict.fromkeys(layer_types_of(layer_type, config), scheme)
     return PerLayer(schemes)
 
 
@@ -284,7 +289,7 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
     by_type: dict[str | None, Scheme] = {}
     schemes = scheme.of_layers(dict(enumerate(kinds)), number)
     for layer_type in entries:
-        here = {schemes[index] for index, kind in enumerate(kinds) if layer_type in (None, kind)}
+        here = {schemes[index] for index, kind in enumerate(kinds) if rotates_by(kind, layer_type)}
         if len(here) > 1:
             raise NotExpressible(
                 f"{scheme}: {type(config).__name__} has one entry of rope_parameters for "
@@ -294,11 +299,18 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
     return by_type
 
 
+_WINDOWS = {
+    **dict.fromkeys(("sliding_attention", "main"), "sliding_window"),
+    "chunked_attention": "attention_chunk_size",
+}
+"""The entries of layers with a window, and where a config has it."""
+
+
 def _has_window(layer_type: str | None, config: Any) -> bool:
     """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged;
     refused if some do and some do not.
     """
-    name = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(layer_type or "")
+    name = _WINDOWS.get(layer_type or "")
     windows = [getattr(layer, name, None) for layer in configs_of_type(config, layer_type)] if name else []
     within = {window is not None and window <= length_today(config) for window in windows} or {False}
     if len(within) > 1:

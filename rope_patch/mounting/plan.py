@@ -289,12 +289,20 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
 
 
 def _check_scores(plan: Plan, stack: Stack) -> None:
+    family = type(stack.module).__name__
     late = (layer for layer in stack.layers if layer.index in plan.late)
-    if (layer := next((layer for layer in late if layer.unscored), None)) is not None:
+    if (layer := next((layer for layer in late if layer.unscored), None)) is None:
+        return
+    parts = plan.by_layer or ((stack, plan),)
+    if any(layer in part.layers and its_plan.rotation == "own" for part, its_plan in parts):
         raise UnsupportedModel(
-            f"{type(stack.module).__name__}: {plan.scheme} scores {layer.name} here, which is not supported: "
-            f"{layer.unscored}; schemes of static frequencies (pi, ntk, abf) only replace the model's tables"
+            f"{family}: {plan.scheme} rotates {layer.name} otherwise than layers with the same tables, which is not "
+            f"supported: {layer.unscored}; give all layers of these tables one scheme of static frequencies"
         )
+    raise UnsupportedModel(
+        f"{family}: {plan.scheme} scores {layer.name} here, which is not supported: {layer.unscored}; schemes of "
+        "static frequencies (pi, ntk, abf) only replace the model's tables"
+    )
 
 
 def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
@@ -360,7 +368,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
             changes.hook(stack.module, CountTokens(stack.absolute.first))
         return ()
     kept = {}
-    for module in {rotary.module: None for rotary in stack.rotary}:
+    for module in {module: None for rotary in stack.rotary for module in rotary.modules}:
         changes.log(module, ModuleState(module))  # which its forward changes
         kept[module] = KeptTables(module, plan.scheme, stack.checkpoint.max_length)
         changes.log(module, kept[module])
@@ -430,7 +438,7 @@ def _install_layers(
         install_entry(plan.scheme, stack, touched, weights, changes)
     for rotary in dict.fromkeys(layer.rotary for layer in touched if layer.rotary is not None):
         if plan.rotary:
-            _install_rotary(plan, rotary, stack, kept[rotary.module], changes)
+            _install_rotary(plan, rotary, stack, kept, changes)
         elif plan.frequencies == "model":
             kept[rotary.module].read(rotary)
     for layer in touched:
@@ -466,19 +474,20 @@ def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> d
     """The scheme's tables for layers that share the model's with others: in copies of the rotary modules."""
     copies = {}
     for rotary in {cast(RotaryTables, layer.rotary) for layer in layers}:
-        copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module))
+        copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module), copies=())
         tables = KeptTables(copied.module, plan.scheme, stack.checkpoint.max_length)
-        _install_rotary(plan, copied, stack, tables, Changes())
+        _install_rotary(plan, copied, stack, {copied.module: tables}, Changes())
         copies[rotary] = OwnTables(copied)
     return cast("dict[RotaryTables | None, OwnTables]", copies)
 
 
-def _install_rotary(plan: Plan, rotary: RotaryTables, stack: Stack, kept: KeptTables, changes: Changes) -> None:
+def _install_rotary(
+    plan: Plan, rotary: RotaryTables, stack: Stack, kept: Mapping[nn.Module, KeptTables], changes: Changes
+) -> None:
     frequencies = plan.scheme.frequencies_on(rotary.spec(stack.training_length))
-    kept.write(rotary, frequencies.inv_freq, plan.is_native(stack))
-    changes.set(rotary.module, rotary.attribute("attention_scaling"), frequencies.attention_scaling)
-    # the tables are static now: Transformers must not recompute them by length
-    if rotary.layer_type is None:
-        changes.set(rotary.module, "rope_type", "default")
-    else:
-        changes.set(rotary.module, "rope_type", {**cast(Any, rotary.module.rope_type), rotary.layer_type: "default"})
+    for module in rotary.modules:
+        kept[module].write(rotary, frequencies.inv_freq, plan.is_native(stack))
+        changes.set(module, rotary.attribute("attention_scaling"), frequencies.attention_scaling)
+        # the tables are static now: Transformers must not recompute them by length
+        by_type = None if rotary.layer_type is None else {**cast(Any, module.rope_type), rotary.layer_type: "default"}
+        changes.set(module, "rope_type", by_type or "default")

@@ -1,5 +1,5 @@
-"""Warnings for patches that have no effect, shorten a checkpoint, remove the positions that it was trained with, or
-keep rounded frequencies.
+"""Warnings for patches that have no effect, shorten a checkpoint, remove the positions that it was trained with, scale
+more than scores, or keep rounded frequencies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str
     groups = _by_scheme(mounted)
     names = "+".join(part.name for part in scheme.parts())
     rounded = next(filter(None, (_rounded(stack, plan, names) for stack, plan in groups)), "")
-    return "; ".join(filter(None, (_unwanted(scheme, names, mounted), rounded)))
+    scaled = next(filter(None, (_scaled_values(stack, plan, names) for stack, plan in groups)), "")
+    return "; ".join(filter(None, (_unwanted(scheme, names, mounted), scaled, rounded)))
 
 
 def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]]) -> str:
@@ -64,6 +65,22 @@ def lost_positions(stack: Stack, scheme: Scheme) -> str:
     if stack.rotary:
         return "the rotation" if NoPE() in scheme.parts() else ""
     return "" if type(stack.native) in map(type, scheme.parts()) else "the bias"
+
+
+def _scaled_values(stack: Stack, plan: Plan, names: str) -> str:
+    """What a temperature in cos and sin does where values rotate as well."""
+    if not plan.rotary or plan.is_native(stack):
+        return ""
+    specs = dict.fromkeys(layer.spec for layer in plan.touched(stack) if layer.turns_values)
+    scales = (float(plan.scheme.frequencies_on(spec).attention_scaling) for spec in specs)
+    scale = next((scale for scale in scales if scale != 1), 1.0)
+    if scale == 1:
+        return ""
+    family = type(stack.module).__name__
+    return (
+        f"{names} multiplies cos and sin by {scale:.4g}, by which {family} rotates its values, too: they grow with the "
+        "scores; attention_factor=1 leaves them alone"
+    )
 
 
 def _rounded(stack: Stack, plan: Plan, names: str) -> str:

@@ -207,7 +207,8 @@ class _Begun:
         attention, turn, count, end = self.attention, self.turn, self.count, self.end
         self.hooks = [(layer.module, attention) for layer in stack.layers] + [(module, turn) for module in self.rotary]
         if self.positions is not None:
-            inner = (module for module in stack.module.modules() if module not in {stack.module, *self.rotary})
+            others = {stack.module, *(module for tables in stack.rotary for module in tables.modules)}
+            inner = (module for module in stack.module.modules() if module not in others)
             self.hooks += [(module, count) for module in inner]
         self.hooks.append((stack.module, end))
         for module, hook in self.hooks:

@@ -375,7 +375,6 @@ def test_remote_code_is_read_with_a_note(tmp_path, fields, theta, scale):
         ({"model_type": "falcon", "alibi": True}, "alibi is true: it has no rotary positions"),
         ({"model_type": "granitemoehybrid", "position_embedding_type": "nope"}, "it has no rotary positions"),
         ({"model_type": "chatglm", "rope_ratio": 50, **SIZES_7B}, "multiplies theta by rope_ratio"),
-        ({"model_type": "deepseek_v4"}, "its compressed keys rotate by code of its own"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, fields, reason):
@@ -384,6 +383,47 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, fields, reason):
     assert reason in str(error.value)
     assert str(error.value).startswith(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+V4_YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "main", "compress"),
+    [
+        ({}, "default, theta = 10000", "default, theta = 160000"),
+        (
+            {"rope_theta": 2e4, "compress_rope_theta": 5e4, "rope_scaling": {**V4_YARN, "rope_theta": 7.0}},
+            "default, theta = 20000",
+            "yarn, theta = 50000, factor = 16, L = 65536",
+        ),
+        (
+            {"rope_parameters": {"main": {"rope_theta": 3e4}, "compress": {**V4_YARN, "partial_rotary_factor": 0.125}}},
+            "default, theta = 30000",
+            "yarn, theta = 10000, factor = 16, L = 65536, cos and sin times 1.277",
+        ),
+        (
+            {"rope_parameters": {"compress": {**V4_YARN, "rope_theta": 3e4}}},
+            "default, theta = 10000",
+            "default, theta = 160000",
+        ),
+    ],
+)
+def test_a_scaling_of_deepseek_v4_belongs_to_its_compressed_keys(tmp_path, fields, main, compress):
+    fields = {"model_type": "deepseek_v4", **fields}
+    found = rotations_of(read_source(written(tmp_path, fields))).rotations
+    share = ", 64 of 512 dimensions"
+    assert stated(found["compress"]) in (compress + share, compress.replace(", cos", f"{share}, cos"))
+    assert stated(found["main"]).startswith(main)
+    assert not disagreement(found, turned(CONFIG_MAPPING["deepseek_v4"].from_dict(copy.deepcopy(fields))))
+
+
+def test_programs_with_code_of_their_own_for_deepseek_v4_are_not_judged(tmp_path):
+    source = read_source(written(tmp_path, {"model_type": "deepseek_v4", "rope_scaling": V4_YARN}))
+    verdicts = {reading.reader: reading.verdict for reading in diagnose(source).readings}
+    assert verdicts["Transformers 5"] == "agrees"
+    assert {verdicts[name] for name in ("vLLM", "llama.cpp", "SGLang", "Transformers 4")} == {"unknown"}
+    assert diagnose(source).agrees
 
 
 def test_the_first_form_of_phi_3_is_read_and_transformers_5_stops_at_it(tmp_path):

@@ -221,7 +221,7 @@ def test_types_without_a_module_rotate_with_one_base(tmp_path, name, fields, wid
 
 
 OF_THEIR_OWN = """
-    blt chatglm clvp clvp_decoder clvp_encoder cohere_compass cohere_compass_text cohere_compass_vision deepseek_v4
+    blt chatglm clvp clvp_decoder clvp_encoder cohere_compass cohere_compass_text cohere_compass_vision
     dinov3_vit dots3_note dots3_note_text dots3_note_vision_encoder edgetam_video efficientloftr eomt_dinov3
     ernie4_5_vl_moe_vision esm esmfold2 exaone4_5_vision gemma4_vision glm4v_moe_vision glm4v_vision glm5_next_vision
     glm_ocr_vision inkling2_vision kimi_k25_vision lfm3_vl_vision llama4_vision_model minimax_m3_vl_vision mlcd

@@ -69,6 +69,7 @@ LLAMA_CPP = Reader(
     "the config as the installed Transformers reads it, else config.json itself, with rope_parameters before "
     "rope_scaling; theta of the entry before theta at the top",
     by_layer=("*",),
+    unchecked=("deepseek_v4",),
     start="convert_hf_to_gguf.py writes it into the GGUF; start it with -c {length}",
     limits=(Limit(("yarn", "llama3", "longrope")),),
     deviations=(

@@ -147,6 +147,7 @@ TRANSFORMERS_4 = Reader(
         ),
     ),
     by_layer=("*",),
+    unchecked=("deepseek_v4",),
     record=_LOAD,
     unknown="From which 4.x on yarn's ramp was computed from L and mscale was read: code of early 4.4x did neither.",
 )
