@@ -231,7 +231,8 @@ def _rotation(
     if not stack.rotary:
         return "late" if _rotates(scheme) else "module"
     moves, unrotated = _moves_positions(scheme), _reads_unrotated(scheme)
-    if moves and not unrotated and mount == "auto" and frequencies == "model":
+    # a map that follows the length rotates keys anew for every token, so it is no anchor
+    if moves and not (unrotated or scheme.regions_by_length) and mount == "auto" and frequencies == "model":
         return "anchored"
     if not moves and mount == "auto" and frequencies == "late" and _is_static(scheme, stack, touched):
         return "own"
@@ -333,7 +334,9 @@ def _on_bias(scheme: Scheme, stack: Stack) -> Scheme:
 
 
 def _moves_positions(scheme: Scheme) -> bool:
-    return "segments" in scheme.slots and any(
+    if "segments" not in scheme.slots or scheme.regions_by_length:
+        return "segments" in scheme.slots
+    return any(
         not (isinstance(region.query_map, Identity) and isinstance(region.key_map, Identity))
         for region in scheme.segments()
     )
