@@ -303,6 +303,17 @@ def test_packed_rows_are_refused_unless_the_length_is_fixed(llama):
         assert_close(logits(llama, ids, position_ids=positions), apart)
 
 
+def test_a_compiled_graph_is_refused_unless_the_length_is_fixed(llama):
+    with patch(llama, FOLLOWING):
+        compiled = torch.compile(llama, backend="eager")
+        with pytest.raises(UnsupportedPositions, match=r"follow the length of the text.*set length=\.\.\."):
+            logits(compiled, tokens(60))
+    torch._dynamo.reset()
+    with patch(llama, FOLLOWING + ",length=60"):
+        expected = logits(llama, tokens(60))
+        assert_close(logits(torch.compile(llama, fullgraph=True, backend="eager"), tokens(60)), expected)
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
