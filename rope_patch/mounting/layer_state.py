@@ -138,7 +138,8 @@ class LayerState:
         self.regions = _of_causal_call(self.both_ways)
         self.rotates = self.rotation in ("late", "anchored")
         farthest = max(self.regions, key=lambda region: region.start, default=None)
-        # the model's own tables have one position for all pairs: a map with a pair axis is no anchor
+        # the model's own tables have one position for all pairs: a map with a pair axis is no anchor, nor is one that
+        # follows the length, which rotates all keys anew for every token
         anchored = self.rotation == "anchored" and farthest is not None and pairs_of(farthest.key_map) is None
         self.anchor: PositionMap | None = farthest.key_map if anchored else None  # type: ignore[union-attr]
         kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"

@@ -231,8 +231,7 @@ def _rotation(
     if not stack.rotary:
         return "late" if _rotates(scheme) else "module"
     moves, unrotated = _moves_positions(scheme), _reads_unrotated(scheme)
-    # a map that follows the length rotates keys anew for every token, so it is no anchor
-    if moves and not (unrotated or scheme.regions_by_length) and mount == "auto" and frequencies == "model":
+    if moves and not unrotated and mount == "auto" and frequencies == "model":
         return "anchored"
     if not moves and mount == "auto" and frequencies == "late" and _is_static(scheme, stack, touched):
         return "own"

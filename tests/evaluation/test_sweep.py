@@ -219,13 +219,14 @@ def test_the_last_round_tries_the_curve_through_the_best_value_at_each_length():
     near, far = scheme_class("lampe").sweep
     best_at = {256: 3 / 8, 512: 1 / 2, 1024: 5 / 8}
 
-    def losses(value, further=0.0):
-        return {128: 1.0} | {length: 1 + (value - best) ** 2 + further for length, best in best_at.items()}
+    def losses(value):
+        return {128: 1.0} | {length: 1 + (value - best) ** 2 for length, best in best_at.items()}
 
     values = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
     measured = {Candidate("lampe", near, value): losses(value) for value in values}
-    measured |= {Candidate("lampe", far, value): losses(value, further=1) for value in values}
-    measured |= {Candidate("lampe", near, 1 / 2, logn=True): losses(1 / 2, further=1)}
+    others = [Candidate("lampe", far, value) for value in values]
+    others += [Candidate("lampe", near, value, logn=True) for value in values]
+    measured |= {other: {length: 3 - other.value for length in losses(1)} for other in others}
     measured |= {Candidate(*YARN, 1): dict.fromkeys((128, 256, 512, 1024), 0.5)}  # has no such rule
     (found,) = recipe.curves(measured, 256)
     scheme = get_scheme(found.line(256, 1024))
