@@ -33,6 +33,7 @@ ROUNDS = (
     f"log-n on top of the {CONTENDERS} best schemes",
     f"the other values of the {CONTENDERS} best schemes, with log-n where it helped",
     "values halfway between those tried, around the best of all",
+    "curves by which a value follows the length, through the best one at each",
 )
 
 
@@ -124,8 +125,11 @@ def main(options: Options) -> None:
     refused: dict[str, str] = {}
     before, stopped = len(results.rows), ""
     for number, aim in enumerate(ROUNDS, start=1):
-        at_target = {candidate: rows[line][-1].nll for line, candidate in tried.items()}
-        spelled = {each.line(facts, lengths[-1]): each for each in candidates(number, swept, at_target)}
+        by_length = {candidate: {row.length: row.nll for row in rows[line]} for line, candidate in tried.items()}
+        at_target = {candidate: losses[lengths[-1]] for candidate, losses in by_length.items()}
+        is_last = number == len(ROUNDS)
+        next_ones = curves(by_length, trained) if is_last else candidates(number, swept, at_target)
+        spelled = {each.line(facts, lengths[-1]): each for each in next_ones}
         wanted = {line: candidate for line, candidate in spelled.items() if wants(line)}
         say(f"round {number} of {len(ROUNDS)}: {aim} ({len(wanted)} lines)")
         for ahead, (line, candidate) in zip(reversed(range(len(wanted))), wanted.items(), strict=True):
@@ -183,6 +187,7 @@ class Candidate:
     sweep: Any  # of rope_patch.schemes.base.Sweep
     value: float
     logn: bool = False
+    curve: tuple[tuple[str, float], ...] = ()  # fields that take the place of the value
 
     def line(self, checkpoint: Any, target: int) -> str:
         """The line on a checkpoint, or on one with this L in tokens, as `get_scheme` spells it: `rerope:window=128`."""
@@ -196,7 +201,9 @@ class Candidate:
         trained = checkpoint.training_length
         kind, field, unit, fields = scheme_class(self.scheme), self.sweep.field, self.sweep.unit, {}
         window = {"window": round(self.sweep.window * trained)} if self.sweep.window else {}
-        if unit == "L":
+        if self.curve:
+            fields = {name: f"{number:g}" for name, number in self.curve}
+        elif unit == "L":
             fields[field] = max(1, round(self.value * trained))
         elif field:
             goal = Target(self.scheme, target, checkpoint, window)
@@ -241,8 +248,7 @@ def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[
     if number == 1:
         return [Candidate(name, sweep, sweep.values[0]) for name, sweep in swept]
     order = sorted(measured, key=lambda candidate: measured[candidate])
-    best_of = {candidate.scheme: candidate for candidate in reversed(order)}
-    contenders = sorted(best_of.values(), key=order.index)[:CONTENDERS]
+    contenders = best_of_each(order)
     if number == 2:
         wanted = [replace(best, logn=True) for best in contenders]
     elif number == 3:
@@ -254,6 +260,44 @@ def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[
             between = [(low + high) / 2 for low, high in pairwise(values) if best.value in (low, high)]
             wanted += [replace(best, value=value) for value in between]
     return [candidate for candidate in wanted if candidate not in measured]
+
+
+def best_of_each(order: Sequence[Candidate]) -> list[Candidate]:
+    """The best candidate of each of the best schemes, in this order."""
+    best_of = {candidate.scheme: candidate for candidate in reversed(order)}
+    return sorted(best_of.values(), key=order.index)[:CONTENDERS]
+
+
+def curves(measured: Mapping[Candidate, Mapping[int, float]], trained: int) -> list[Candidate]:
+    """What the last round tries, from the NLL by length of what was tried: for the best schemes, if they have such a
+    rule, the curve through the best value at each length, among candidates that differ in their value alone.
+    """
+    from rope_patch.schemes import scheme_class
+
+    found = []
+    for best in best_of_each(sorted(measured, key=lambda candidate: list(measured[candidate].values())[-1])):
+        by_length: dict[int, dict[float, float]] = {}
+        for each, losses in measured.items():
+            for length, loss in losses.items() if replace(each, value=best.value) == best else ():
+                by_length.setdefault(length, {})[each.value * trained] = loss
+        # where no value makes a difference, a text is too short for the rule
+        values = {length: lowest(losses) for length, losses in by_length.items() if len(set(losses.values())) > 1}
+        if fields := scheme_class(best.scheme).fit(values):
+            found.append(replace(best, curve=tuple(fields.items())))
+    return found
+
+
+def lowest(losses: Mapping[float, float]) -> float:
+    """The value with the lowest loss: the vertex of the parabola through the best one tried and its two neighbours;
+    that one itself if it has one neighbour.
+    """
+    values = sorted(losses)
+    place = values.index(min(values, key=lambda value: losses[value]))
+    if place in (0, len(values) - 1):
+        return values[place]
+    low, best, high = values[place - 1 : place + 2]
+    left, right = (losses[low] - losses[best]) / (best - low), (losses[high] - losses[best]) / (high - best)
+    return best + (left * (high - best) - right * (best - low)) / (2 * (left + right)) if left + right else best
 
 
 def server_named(name: str | None) -> str | None:

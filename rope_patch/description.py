@@ -271,14 +271,14 @@ def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
 
     Args:
         scheme: any.
-        m, n: positions of the query and of the key.
+        m, n: positions of the query, the last token of a text, and of the key.
     """
     query, key = torch.tensor([m]), torch.tensor([n])
     if scheme.only_masks and "bias" in scheme.methods and scheme.bias(query - key, 1).isneginf().all():
         return "hidden"
     if "segments" not in scheme.slots:
         return f"{m - n:g}"
-    for region in scheme.segments():
+    for region in scheme.at_length(m + 1).segments():
         if region.contains(query, key):
             least, most = region.rotated_distance(query, key).aminmax()
             return f"{float(least):g}" if least == most else f"{float(least):g} to {float(most):g}"

@@ -28,7 +28,7 @@ def every_distance(scheme: Scheme, length: int, pairs: int) -> torch.Tensor:
     """`(pairs, length, length)`, double; NaN where the query does not see the key."""
     m, n = torch.arange(length).double()[:, None], torch.arange(length).double()
     found = torch.full((pairs, length, length), math.nan, dtype=torch.float64)
-    for region in scheme.segments():
+    for region in scheme.at_length(length).segments():
         there = region.rotated_distance(m, n).double()
         there = there.movedim(-1, 0) if region.pairs else there.expand(pairs, -1, -1)
         found = torch.where(region.contains(m, n), there, found)

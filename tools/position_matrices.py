@@ -70,7 +70,7 @@ def rotated_distances(scheme: Scheme, m: torch.Tensor, n: torch.Tensor) -> torch
     if "segments" not in scheme.slots:
         return (m - n).double()
     distances = torch.full(torch.broadcast_shapes(m.shape, n.shape), math.nan, dtype=torch.float64)
-    for region in scheme.segments():
+    for region in scheme.at_length(int(m.max()) + 1).segments():
         there = region.query_map(m).double() - region.key_map(n).double()
         distances = torch.where(region.contains(m, n), there, distances)
     return distances

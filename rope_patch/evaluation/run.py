@@ -159,8 +159,9 @@ def _new_sizes(task: Task, cells: Sequence[Cell]) -> list[list[int]]:
 def _check_prefixes(passes: Sequence[SchemeAtLength], model: MeasuredModel) -> None:
     """Refuse length-dependent schemes: one pass has the losses of every prefix only if nothing depends on length."""
     for one in passes:
-        owner = one.scheme if one.scheme is not None and "frequencies" in one.scheme.slots else model.stacks[0].native
-        if owner is not None and owner.length_dependent:
+        has_own = one.scheme is not None and "frequencies" in one.scheme.slots
+        owners = one.scheme, None if has_own else model.stacks[0].native
+        if any(owner is not None and owner.length_dependent for owner in owners):
             raise EvaluationError(
                 f"{one.line} depends on the length of the text, so one pass at {one.length} tokens does not measure "
                 "shorter ones; use protocol 'last'"

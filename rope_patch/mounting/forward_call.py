@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +25,9 @@ from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.schemes.tools.positions import follow_on, joined, key_positions
 from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import Frequencies, PositionMap, Weights
+
+Rows = tuple[int, ...]
+"""Some rows of a batch."""
 
 _SLOTS = "_rope_patch_slots"
 """Attribute of the positions in a cache that are known to be the slots of the keys: a step need not read them."""
@@ -50,6 +55,7 @@ class ForwardCall:
         is_request: whether it is one request in a row of continuous batching, or one run of a row that processes share.
         heads: which of the layer's query heads arrive; None for all.
         row_lengths: `lengths` of rows of which only a part arrives.
+        length: of all rows, under a scheme whose regions follow it.
         rotation: the tables by which the module rotates; None for those of the model.
         step: the `mounting.step.Step` of an earlier layer that saw the same; None if this layer looks for itself.
     """
@@ -71,6 +77,7 @@ class ForwardCall:
     is_request: bool = False
     heads: slice | None = None
     row_lengths: torch.Tensor | None = None
+    length: int | None = None
     rotation: Any = None
     step: Any = None
 
@@ -109,6 +116,38 @@ class ForwardCall:
             is_request=True,
         )
 
+    def rows_by_length(self) -> Mapping[int, Rows]:
+        """The rows of each length, for a scheme whose regions follow it.
+
+        Raises:
+            UnsupportedPositions: nobody may look at positions here, or the texts of a row have lengths of their own.
+        """
+        if self.forward.traced:  # nor can it put a scheme into words
+            raise UnsupportedPositions(
+                "the regions of this scheme follow the length of the text, which a compiled graph does not know; set "
+                "length=..., or run eagerly"
+            )
+        if self.forward.shared(_is_packed)(self.position_ids):
+            raise UnsupportedPositions(
+                f"{self.state.scheme}: this row packs several texts, each of a length of its own; set length=..., or "
+                "give each text a row"
+            )
+        return self.forward.shared(_by_length)(self.lengths)
+
+    def of_rows(self, rows: Rows, kv_length: int) -> ForwardCall:
+        """The part of this call for some rows of the batch, whose `kv_length` keys have arrived already."""
+        some = functools.partial(self.forward.shared(some_rows), rows=rows)
+        return self.repeated(
+            states=some(self.states),
+            position_ids=some(self.position_ids),
+            cache=None,
+            kv_length=kv_length,
+            past=some(self.past),
+            seen=some(self.seen),
+            added=some(self.added),
+            row_lengths=some(self.row_lengths),
+        )
+
     def turner(self, kv_length: int, learned: Weights) -> Turner:
         """The rotations of the queries and of `kv_length` keys, with the layer's `learned` parameters."""
         state, frequencies, layout = self.state, None, None
@@ -118,6 +157,8 @@ class ForwardCall:
             if state.by_head:
                 frequencies, keys = self._by_head(frequencies, keys)
         regions = state.both_ways if self.looks_ahead else state.regions
+        if self.length is not None:
+            regions = self.forward.shared(LayerState.regions_at)(state, self.length, self.looks_ahead)
         # a token that rotates all cached keys again does what no module does; nor does one rotate by head
         again = state.by_head or (state.scheme.length_dependent and self.position_ids.shape[1] == 1)
         return Turner(
@@ -227,6 +268,22 @@ def _lengths(
     if tokens is None or key_positions is None or key_positions.ndim == 3:
         return position_ids.amax(dim=-1) + 1
     return torch.where(tokens, key_positions, 0).amax(dim=-1) + 1
+
+
+def _is_packed(position_ids: torch.Tensor) -> bool:
+    return bool((position_ids.diff(dim=-1) < 0).any())
+
+
+def _by_length(lengths: torch.Tensor) -> Mapping[int, Rows]:
+    rows: dict[int, Rows] = {}
+    for row, length in enumerate(lengths.tolist()):
+        rows[length] = (*rows.get(length, ()), row)
+    return rows
+
+
+def some_rows(states: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
+    """Some rows of `(batch, ...)`, or what all rows have in common, `(1, ...)`."""
+    return states if states is None or len(states) == 1 else states[list(rows)]
 
 
 def _completed(past: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

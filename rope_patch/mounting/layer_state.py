@@ -106,7 +106,8 @@ class LayerState:
         config: the model's config, with its current attention implementation.
         num_layers: number of the stack's layers that keep keys in a cache.
         cache_tag: marks a cache with the writer of its keys; one for all layers of a stack.
-        both_ways, regions: the regions of the scheme, and those of them that a causal call can see.
+        both_ways, regions: the regions of the scheme, and those of them that a causal call can see; empty where they
+            follow the length of the text, see `regions_at`.
         anchor: the position map of the keys in the cache; None if they are unrotated, or rotated by the model itself.
         kept: the rotation of the keys in the cache, as text.
         rotates: whether queries and keys are rotated in the attention function.
@@ -133,12 +134,13 @@ class LayerState:
 
     def __post_init__(self) -> None:
         slots = self.scheme.slots
-        self.both_ways: tuple[Region, ...] = self.scheme.segments() if "segments" in slots else ()
-        # regions of negative distance contain only keys after the query, which a causal call never sees
-        self.regions = tuple(region for region in self.both_ways if region.stop > 0)
+        fixed = "segments" in slots and not self.scheme.regions_by_length
+        self.both_ways: tuple[Region, ...] = self.scheme.segments() if fixed else ()
+        self.regions = _of_causal_call(self.both_ways)
         self.rotates = self.rotation in ("late", "anchored")
         farthest = max(self.regions, key=lambda region: region.start, default=None)
-        # the model's own tables have one position for all pairs: a map with a pair axis is no anchor
+        # the model's own tables have one position for all pairs: a map with a pair axis is no anchor, nor is one that
+        # follows the length, which rotates all keys anew for every token
         anchored = self.rotation == "anchored" and farthest is not None and pairs_of(farthest.key_map) is None
         self.anchor: PositionMap | None = farthest.key_map if anchored else None  # type: ignore[union-attr]
         kept = "unrotated" if self.anchor is None else f"rotated by {self.anchor}"
@@ -154,6 +156,11 @@ class LayerState:
         self.by_head = self.scheme.by_head
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
         self.scores |= self.by_head
+
+    def regions_at(self, length: int, looks_ahead: bool) -> tuple[Region, ...]:
+        """The regions of texts of `length` tokens; those that a causal call can see, unless it `looks_ahead`."""
+        regions = self.scheme.at_length(length).segments()
+        return regions if looks_ahead else _of_causal_call(regions)
 
     @property
     def reads_groups(self) -> bool:
@@ -173,3 +180,8 @@ class LayerState:
         if self.anchor is None or (keeps_keys and self.anchor != UNROTATED):
             return self.anchor
         return UNROTATED if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None
+
+
+def _of_causal_call(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    # regions of negative distance contain only keys after the query, which a causal call never sees
+    return tuple(region for region in regions if region.stop > 0)

@@ -346,7 +346,9 @@ def _on_bias(scheme: Scheme, stack: Stack) -> Scheme:
 
 
 def _moves_positions(scheme: Scheme) -> bool:
-    return "segments" in scheme.slots and any(
+    if "segments" not in scheme.slots or scheme.regions_by_length:
+        return "segments" in scheme.slots
+    return any(
         not (isinstance(region.query_map, Identity) and isinstance(region.key_map, Identity))
         for region in scheme.segments()
     )

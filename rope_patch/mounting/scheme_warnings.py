@@ -105,7 +105,7 @@ def _is_idle(stack: Stack, plan: Plan, longest: int) -> bool:
     positions = torch.linspace(0, longest - 1, _SAMPLES).long()
     return (
         ("frequencies" not in scheme.slots or _rotate_alike(scheme, own, stack, plan, longest))
-        and ("segments" not in scheme.slots or _keep_distances(scheme.segments(), positions))
+        and ("segments" not in scheme.slots or _keep_distances(scheme.at_length(longest).segments(), positions))
         and ("query_scale" not in scheme.slots or bool((scheme.query_scale(positions, 1) == 1).all()))
     )
 

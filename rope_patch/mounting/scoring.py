@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from rope_patch.graphs import require
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
 from rope_patch.models.paged import is_paged, split_by_request
-from rope_patch.mounting.forward_call import ForwardCall
+from rope_patch.mounting.forward_call import ForwardCall, Rows, some_rows
 from rope_patch.mounting.registration import IMPLEMENTATION
 from rope_patch.mounting.running_bias import running_sums
 from rope_patch.mounting.running_stack import is_linked
@@ -91,6 +91,12 @@ def late_attention(
         mask, groups = call.forward.shared(read_mask)(attention_mask, call.position_ids, *sizes)
     if follows_length and readable:
         call.tokens = call.forward.shared(keys_seen)(mask, groups)
+    if state.scheme.regions_by_length:
+        lengths = call.rows_by_length()
+        if len(lengths) > 1:
+            batches = tuple(lengths.values())
+            return _attend_by_length(module, query, key, value, attention_mask, call, batches, scaling, dropout, kwargs)
+        (call.length,) = lengths
     if (scores or follows_length) and not call.forward.traced:
         _refuse_part_of_a_row(state.scheme, implementation)
     if looks and readable:
@@ -216,6 +222,32 @@ def _attend_by_request(
         output = late_attention(module, q, k, v, mask, scaling, dropout, part, **row.others)[0]
         row.output[:, request.queries] = output
     return row.output, None
+
+
+def _attend_by_length(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    call: ForwardCall,
+    batches: Sequence[Rows],
+    scaling: float,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Scored:
+    """The output, and the weights under eager attention, of texts of several lengths under a scheme whose regions
+    follow them: the rows of one length, one of the `batches`, are a call of their own.
+    """
+    outputs, weights = [], []
+    for rows in batches:
+        q, k, v = (states[list(rows)] for states in (query, key, value))
+        part, seen = call.of_rows(rows, key.shape[2]), call.forward.shared(some_rows)(mask, rows)
+        output, weight = late_attention(module, q, k, v, seen, scaling, dropout, part, **kwargs)
+        outputs.append(output)
+        weights += [] if weight is None else [weight]
+    order = torch.tensor([row for rows in batches for row in rows]).argsort()
+    return torch.cat(outputs)[order], torch.cat(weights)[order] if weights else None
 
 
 def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from rope_patch.schemes.hierarchical import Hierarchical
 from rope_patch.schemes.info_scale import InfoScale
 from rope_patch.schemes.inkling import Inkling
 from rope_patch.schemes.kerple import KERPLE
+from rope_patch.schemes.lampe import LaMPE
 from rope_patch.schemes.learned import Learned
 from rope_patch.schemes.llama3 import Llama3Scaling
 from rope_patch.schemes.lm_infinite import LMInfinite

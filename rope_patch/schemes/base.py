@@ -131,7 +131,8 @@ class Scheme(metaclass=_SchemeType):
         regime: what a pretrained checkpoint needs before it makes sense under this scheme.
         summary: what it does, in plain words; default the first line of the docstring.
         aliases: its other names in papers and libraries; those of the class and its `rope_type` are known anyway.
-        length_dependent: whether the frequencies follow the length of the text.
+        length_dependent: whether the frequencies or the regions follow the length of the text.
+        regions_by_length: whether the regions do, see `at_length`.
         learned_frequencies: whether the frequencies follow learned parameters.
         refines: whether it makes its frequencies of those of another scheme, see `refine`.
         chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
@@ -164,6 +165,7 @@ class Scheme(metaclass=_SchemeType):
     summary: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[IfAny] = False
+    regions_by_length: ClassVar[IfAny] = False
     learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
     refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies", "refine"))]] = False
     chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
@@ -247,6 +249,12 @@ class Scheme(metaclass=_SchemeType):
     def segments(self) -> tuple[Region, ...]:
         """phi: disjoint regions of (m, n); a pair in none of them is not attended."""
         raise NotImplementedError
+
+    def at_length(self, length: int) -> Scheme:
+        """The same scheme for texts of `length` tokens, whose regions follow from nothing else: `segments` of a scheme
+        that has `regions_by_length` is asked of this one alone.
+        """
+        return self
 
     def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
         """lambda(m), float32, `(heads or 1, *positions.shape)`; `positions` are of any shape, at least 0."""
@@ -333,6 +341,20 @@ class Scheme(metaclass=_SchemeType):
             InvalidField: the length is out of reach on this checkpoint, or beside what is given.
         """
         raise NotImplementedError
+
+    @classmethod
+    def fit(cls, best: Mapping[int, float]) -> dict[str, Any]:
+        """The fields of a rule by which the main field of `sweep` follows the length of a text, by least squares.
+
+        Overridden by schemes that have such a rule.
+
+        Args:
+            best: the best value of the field at each length in tokens.
+
+        Returns:
+            fields by name; none if there are too few lengths, or if one value is best at all of them.
+        """
+        return {}
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         """The same scheme with the fields filled in that follow from a target on this `checkpoint`; without a target it

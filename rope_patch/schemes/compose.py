@@ -94,6 +94,9 @@ class Compose(Combined):
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
         return Compose(*(part.resolve(checkpoint) for part in self.inner))
 
+    def at_length(self, length: int) -> Scheme:
+        return Compose(*(part.at_length(length) for part in self.inner))
+
     def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
         by_part = [part.of_layers(kinds, num_layers) for part in self.inner]
         by_layer: dict[int, Scheme | None] = {}

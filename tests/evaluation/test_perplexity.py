@@ -230,8 +230,9 @@ def test_schemes_that_do_not_fit_are_refused_before_anything_runs(model, tokeniz
     monkeypatch.setattr(shared, "chunked_nll", None)
     with pytest.raises(InvalidField, match=r"factor=0\.5 is not allowed"):
         go(model, tokenizer, ["plain", "pi:factor=0.5"])
-    with pytest.raises(EvaluationError, match="dynamic_ntk depends on the length"):
-        go(model, tokenizer, ["dynamic_ntk"], protocol="by_position", targets=None)
+    for scheme in ("dynamic_ntk", "lampe"):
+        with pytest.raises(EvaluationError, match=f"{scheme} depends on the length"):
+            go(model, tokenizer, [scheme], protocol="by_position", targets=None)
     with patch(model, "rerope", window=8), pytest.raises(AlreadyPatched, match="carries rerope:window=8"):
         go(model, tokenizer)
 

@@ -201,6 +201,41 @@ def test_wrong_input_is_one_clear_line(words, message, capsys):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({64: 1.0, 96: 0.5, 128: 1.0}, 96),
+        ({1: (1 - 2.5) ** 2, 2: 0.25, 4: 1.5**2}, 2.5),
+        ({64: 0.1, 96: 0.5, 128: 1.0}, 64),
+        ({96: 0.5}, 96),
+        ({64: 0.5, 96: 0.5, 128: 0.5}, 64),
+    ],
+)
+def test_the_best_value_at_a_length_is_the_vertex_between_its_neighbours(losses, expected):
+    assert recipe.lowest(losses) == pytest.approx(expected)
+
+
+def test_the_last_round_tries_the_curve_through_the_best_value_at_each_length():
+    near, far = scheme_class("lampe").sweep
+    best_at = {256: 3 / 8, 512: 1 / 2, 1024: 5 / 8}
+
+    def losses(value):
+        return {128: 1.0} | {length: 1 + (value - best) ** 2 for length, best in best_at.items()}
+
+    values = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+    measured = {Candidate("lampe", near, value): losses(value) for value in values}
+    others = [Candidate("lampe", far, value) for value in values]
+    others += [Candidate("lampe", near, value, logn=True) for value in values]
+    measured |= {other: dict.fromkeys(losses(1), 3 - other.value) for other in others}
+    measured |= {Candidate(*YARN, 1): dict.fromkeys((128, 256, 512, 1024), 0.5)}  # has no such rule
+    (found,) = recipe.curves(measured, 256)
+    scheme = get_scheme(found.line(256, 1024))
+    assert (scheme.window, scheme.mapping_length) == (128, None)
+    assert [scheme.positions_of(length) for length in best_at] == pytest.approx([96, 128, 160], abs=4)
+    only = {candidate: {1024: of[1024]} for candidate, of in measured.items()}
+    assert recipe.curves(only, 256) == []  # one length
+
+
 # --- a sweep ---------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +257,7 @@ def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(whole):
     assert {row["targets"] for row in found["rows"]} == {8}
     assert found["stopped"] == "every round was completed"
     assert (output / "sweep.png").stat().st_size > 20_000
-    assert said.count("rope-patch: round") == 4
+    assert said.count("rope-patch: round") == 5
     assert {row["texts"] for row in found["rows"]}.isdisjoint(row["texts"] for row in found["confirmation"])
     confirmed = {row["line"]: row for row in found["confirmation"] if row["length"] == 64}
     assert set(confirmed) == {*REFERENCES, found["best"]}
@@ -239,7 +274,7 @@ def test_a_sweep_measures_references_and_rounds_and_recommends_the_best(whole):
 
 def test_a_budget_of_measurements_ends_the_sweep_and_earlier_rows_cost_nothing(swept, tmp_path):
     first, _ = swept("--budget-measurements", "4")
-    assert first["stopped"] == "the budget of 4 measurements was used up in round 1 of 4"
+    assert first["stopped"] == "the budget of 4 measurements was used up in round 1 of 5"
     assert len({row["line"] for row in first["rows"]}) == 4
     kept = (tmp_path / "out" / "sweep.jsonl").read_text()
     again, _ = swept("--budget-measurements", "4")
@@ -252,7 +287,7 @@ def test_a_budget_of_no_minutes_measures_the_references_alone(swept):
     found, _ = swept("--budget-minutes", "0")
     assert {row["line"] for row in found["rows"]} == set(REFERENCES)
     assert (found["best"], found["verdict"], found["difference"]) == (None, "nothing", None)
-    assert found["sentence"] == "Nothing was tried: the budget of 0 minutes was used up in round 1 of 4."
+    assert found["sentence"] == "Nothing was tried: the budget of 0 minutes was used up in round 1 of 5."
 
 
 def test_the_next_command_after_nothing_was_tried_can_be_run():
@@ -286,7 +321,7 @@ def test_the_table_names_every_line(checkpoint, texts, begun, capsys, monkeypatc
         "text: texts; ",
     ):
         assert name in out
-    assert "the budget of 3 measurements was used up in round 1 of 4" in out
+    assert "the budget of 3 measurements was used up in round 1 of 5" in out
 
 
 def test_the_plan_is_printed_without_measuring(checkpoint, texts, tmp_path, capsys):

@@ -13,7 +13,7 @@ def rotated_distances(scheme: Scheme, length: int = 64) -> tuple[torch.Tensor, t
     With d/2 as a last axis if a map of the scheme has a pair axis.
     """
     m, n = torch.arange(length)[:, None], torch.arange(length)[None, :]
-    regions = scheme.segments()
+    regions = scheme.at_length(length).segments()
     maps = [phi for region in regions for phi in (region.query_map, region.key_map)]
     pairs = {phi.pairs for phi in maps if hasattr(phi, "pairs")}
 

@@ -10,8 +10,8 @@ from rope_patch.schemes.base import COMPOSED
 from rope_patch.schemes.compose import Combined
 from rope_patch.typing import RotarySpec
 
-FOLLOWING = {"slots", "brings_bias", "to_dict", "fields_for", "composition", "frequencies_on"}
-"""What follows from `methods`, `fields` and `frequencies`, and what `reach` asks the parts."""
+FOLLOWING = {"slots", "brings_bias", "to_dict", "fields_for", "fit", "composition", "frequencies_on"}
+"""What follows from `methods`, `fields` and `frequencies`, and what `reach` and a sweep ask the parts."""
 
 
 def not_composed(cls: type[Scheme]) -> set[str]:
@@ -51,7 +51,7 @@ def test_what_one_part_does_a_composition_does(name):
 def test_what_a_composition_does_if_any_part_does():
     assert set(IF_ANY) == {
         *("length_dependent", "learned_frequencies", "decays", "absolute", "causal_only", "by_layer"),
-        *("every_block", "stateful", "breaks_graph", "reads_ids", "chooses_pairs"),
+        *("every_block", "stateful", "breaks_graph", "reads_ids", "chooses_pairs", "regions_by_length"),
     }
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5EncoderModel
 
 import rope_patch
+from rope_patch import get_scheme
 from rope_patch.attention.executors import chunked, joined
 from rope_patch.errors import EvaluationError, UnsupportedModel, UnsupportedPositions
 from rope_patch.models import llama as llama_style
@@ -426,5 +427,10 @@ def test_without_processes():
 def test_every_scheme(number, backend):
     refused = ("rnn", "shaw", "xl", "deberta", "cope", "fire", "inkling", "urpe") if backend == "ulysses" else ("rnn",)
     specs = [spec for spec in ALL if not any(name in spec.replace(":", "+").split("+") for name in refused)]
-    checks = [("scheme_is_exact", spec, kind, backend) for spec in specs for kind in KINDS]
+    checks = [
+        ("scheme_is_exact", spec, kind, backend)
+        for spec in specs
+        for kind in KINDS
+        if kind != "packed" or not get_scheme(spec).regions_by_length  # which refuses texts of several lengths
+    ]
     assert run_many(number, in_group, checks, seconds=1500) == [0] * number

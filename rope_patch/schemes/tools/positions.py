@@ -115,13 +115,15 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class Grouped:
-    """phi(m) = floor(m / `group_size`) + `shift`: `group_size` tokens share a position."""
+    """phi(m) = floor(`steps` m / `group_size`) + `shift`: `group_size` tokens share `steps` positions."""
 
     group_size: int
     shift: float = 0.0
+    steps: int = 1
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions.div(self.group_size, rounding_mode="floor") + self.shift
+        steps = positions if self.steps == 1 else positions * self.steps
+        return steps.div(self.group_size, rounding_mode="floor") + self.shift
 
 
 @dataclass(frozen=True)
