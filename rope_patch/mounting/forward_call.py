@@ -49,6 +49,8 @@ class ForwardCall:
         is_request: whether it is one request in a row of continuous batching, or one run of a row that processes share.
         heads: which of the layer's query heads arrive; None for all.
         row_lengths: `lengths` of rows of which only a part arrives.
+        documents: numbers of the documents of a row, `(batch or 1, q_len)`, if the scheme reads the length of each;
+            None with earlier keys.
         rotation: the tables by which the module rotates; None for those of the model.
         step: the `mounting.step.Step` of an earlier layer that saw the same; None if this layer looks for itself.
     """
@@ -70,6 +72,7 @@ class ForwardCall:
     is_request: bool = False
     heads: slice | None = None
     row_lengths: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
     rotation: Any = None
     step: Any = None
 
@@ -80,9 +83,13 @@ class ForwardCall:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Length of each row in tokens, without pads on either side, `(batch or 1,)`."""
+        """Length of each row in tokens, without pads on either side, `(batch or 1,)`; of the document of each token,
+        `(batch or 1, q_len)`, if `documents` are known.
+        """
         if self.row_lengths is not None:
             return self.row_lengths
+        if self.documents is not None:
+            return self.forward.shared(_document_lengths)(self.position_ids, self.tokens, self.documents)
         keys = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
         return self.forward.shared(_lengths)(self.position_ids, self.tokens, keys)
 
@@ -214,6 +221,13 @@ def _lengths(
     if tokens is None or key_positions is None or key_positions.ndim == 3:
         return position_ids.amax(dim=-1) + 1
     return torch.where(tokens, key_positions, 0).amax(dim=-1) + 1
+
+
+def _document_lengths(position_ids: torch.Tensor, tokens: torch.Tensor | None, documents: torch.Tensor) -> torch.Tensor:
+    positions = position_ids if tokens is None else torch.where(tokens, position_ids, 0)
+    positions, documents = torch.broadcast_tensors(positions, documents)
+    longest = torch.zeros_like(positions).scatter_reduce(-1, documents, positions, "amax")
+    return longest.gather(-1, documents) + 1
 
 
 def _completed(past: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

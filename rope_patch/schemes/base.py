@@ -101,6 +101,7 @@ class Scheme:
         summary: what it does, in plain words; default the first line of the docstring.
         aliases: its other names in papers and libraries; those of the class and its `rope_type` are known anyway.
         length_dependent: whether the frequencies follow the length of the text.
+        by_document: whether that is the length of each document of a packed row, and not of the row.
         learned_frequencies: whether the frequencies follow learned parameters.
         refines: whether it makes its frequencies of those of another scheme, see `refine`.
         chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
@@ -132,6 +133,7 @@ class Scheme:
     summary: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[IfAny] = False
+    by_document: ClassVar[IfAny] = False
     learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
     refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies", "refine"))]] = False
     chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
