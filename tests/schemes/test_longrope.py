@@ -7,7 +7,12 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_patch import InvalidField, LongRoPE, patch
+from rope_patch.attention.executors import chunked
+from rope_patch.attention.forward import Forward
+from rope_patch.attention.turner import Turner
 from rope_patch.schemes import Checkpoint
+from rope_patch.schemes.slots import ALL_PAIRS
+from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import RotarySpec
 from tests.definition import Definition
 from tests.families import build
@@ -95,9 +100,10 @@ def total(found):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("beside", ["", "+rerope:window=6", "+logn:training_length=8", ",learned=true"])
-@pytest.mark.parametrize("mode", ["auto", "oracle"])
-def test_each_document_of_a_packed_row_is_what_it_is_alone(family, beside, mode):
+@pytest.mark.parametrize("mode", ["auto", "oracle", "chunked"])
+def test_each_document_of_a_packed_row_is_what_it_is_alone(family, beside, mode, monkeypatch):
     """Logits and gradients, where the text alone is under the scheme that its DEFINITION defines."""
+    monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 512)
     ids, positions = packed_rows()
     model, alone = (build(family).double().train() for _ in range(2))
     patch(model, MIXED + beside, attention=mode)
@@ -111,6 +117,29 @@ def test_each_document_of_a_packed_row_is_what_it_is_alone(family, beside, mode)
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         if theirs.grad is not None:
             assert (ours.grad - theirs.grad).norm() < 1e-5 * theirs.grad.norm(), name  # tables are float32
+
+
+@pytest.mark.parametrize("slots", [slice(3, 70), torch.tensor([2, 41, 50])], ids=str)
+def test_some_slots_are_turned_as_among_all(slots):
+    """Kernels turn a run of keys, or some of them: each by the frequencies of its own document."""
+    _, positions = packed_rows()
+    lengths = torch.tensor([[size for size in row for _ in range(size)] for row in SIZES])
+    own = LongRoPE(SHORT, LONG, 4.0).frequencies(RotarySpec(16, 10000.0, 32), lengths)
+    layout = RotaryLayout(tuple(range(8)), tuple(range(8, 16)))
+    turner = Turner(Forward(), positions, positions, (ALL_PAIRS,), layout, own)
+    keys = torch.randn(3, 2, 96, 16, generator=torch.Generator().manual_seed(0))
+    whole = turner.turn(keys, ALL_PAIRS, "key")[:, :, slots]
+    torch.testing.assert_close(turner.turn(keys[:, :, slots], ALL_PAIRS, "key", slots), whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("beside", ["", "+rerope:window=6"])
+def test_compiled_models_choose_by_document_too(beside):
+    ids, positions = packed_rows()
+    patch(model := build("llama").train(), MIXED + beside)
+    call = {"position_ids": positions, "use_cache": False}
+    expected = model(ids, **call).logits
+    found = torch.compile(model, backend="eager", fullgraph=True)(ids, **call).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_without_it_the_longest_document_chooses_for_its_row(llama):
