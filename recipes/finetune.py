@@ -39,10 +39,12 @@ class Options(Measured):
     dtype: str = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
     streaming: bool = False  # read the text during the training instead of before it
     shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
-    # form of the rows; under mixed every second one restarts after L tokens, under pose and cream positions skip
-    layout: Literal["packed", "padded", "mixed", "pose", "cream"] = "packed"
+    # form of the rows; under mixed every second one restarts after L tokens, under the last three positions skip
+    layout: Literal["packed", "padded", "mixed", "pose", "cream", "randomized"] = "packed"
     pose_chunks: int = 2  # under pose, number of pieces of a row
-    pose_row: Count = None  # under pose and cream, tokens of a row; without it, L
+    pose_row: Count = None  # under pose, cream and randomized, tokens of a row; without it, L
+    # under randomized, ranges of positions in equal parts of the training; without it, five that grow to --length
+    position_ranges: Lengths = ()
     allow_short: bool = False  # train even if no document fills a row
     held_out: float = 0.1  # share of the text to hold out and measure on
     eval_text: Text = None  # measure on this text instead, and train on all of --text
@@ -81,6 +83,9 @@ KEPT = "model length text dataset layout pose_chunks pose_row method rank alpha 
 KEPT += " warmup_steps weight_decay warm_start_steps precision dtype seed targets"
 """What may not differ between two starts on one output."""
 
+SKIPPING = ("pose", "cream", "randomized")
+"""Layouts of rows whose positions skip."""
+
 COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluate_every rank pose_chunks pose_row"
 """What must be at least 1."""
 
@@ -111,6 +116,8 @@ def main(options: Options) -> None:
             digest = hashlib.sha256("".join(document["text"] for document in corpus).encode()).hexdigest()[:8]
             settings = {name: getattr(options, name) for name in KEPT.split()}
             settings["longce"] = options.loss == "longce" or None  # as in older runs, which recorded nothing
+            growing = {"position_ranges": list(options.position_ranges), "steps": options.steps}
+            settings |= growing if options.layout == "randomized" else dict.fromkeys(growing)
             claim(output, {**settings, "measured on": f"{text} ({digest})"})  # held-out text is never trained on later
             measurements, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
         say(f"perplexity is measured on {text}")
@@ -141,8 +148,10 @@ def check(options: Options) -> None:
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
         raise EvaluationError(f"dtype={options.dtype} is only for what adapters leave alone, with precision=bfloat16")
-    if options.pose_row and options.layout not in ("pose", "cream"):
-        raise EvaluationError(f"pose_row={options.pose_row} is only for layout=pose and layout=cream")
+    if options.pose_row and options.layout not in SKIPPING:
+        raise EvaluationError(f"pose_row={options.pose_row} is only for layout=pose, cream and randomized")
+    if options.position_ranges and options.layout != "randomized":
+        raise EvaluationError(f"position_ranges={options.position_ranges} is only for layout=randomized")
     if options.method != "full":
         require("peft", f"method={options.method}", "finetune")
     elif options.merge:
@@ -180,6 +189,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     """One scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
     from transformers import default_data_collator, set_seed
 
+    from rope_patch.data import randomized
     from rope_patch.data.pose import PoSECollator
     from rope_patch.data.training_rows import training_rows
     from rope_patch.evaluation.scheme_specs import REFERENCES, scheme_at
@@ -198,12 +208,14 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     trained = stacks[0].max_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
-    row_length = (options.pose_row or trained) if options.layout in ("pose", "cream") else options.length
+    row_length = (options.pose_row or trained) if options.layout in SKIPPING else options.length
     weights = long_ce.LongCE.beyond(trained, row_length) if options.loss == "longce" else None
     order = {name: getattr(options, name) for name in ("batch_size", "seed", "allow_short")}
     order |= {"shuffle_buffer": options.shuffle_buffer if options.streaming else None}
     order |= {"pack": options.layout in ("packed", "mixed"), "short": trained if options.layout == "mixed" else None}
     rows = training_rows(documents, measured["tokenizer"], language_model.config.vocab_size, row_length, **order)
+    if options.layout == "randomized":
+        rows = randomized.numbered(rows, options.steps * options.batch_size, options.seed)
 
     scheme = scheme_at(spec, options.length, [stack.checkpoint for stack in stacks])
     doublings = [trained * 2**n for n in range(30) if trained * 2**n < options.length]
@@ -226,6 +238,11 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     collators = {"packed": default_data_collator, "mixed": default_data_collator, "padded": PoSECollator(row_length, 1)}
     collators["pose"] = PoSECollator(options.length, options.pose_chunks, options.seed)
     collators["cream"] = PoSECollator(options.length, seed=options.seed, middle="gaussian")
+    collators["randomized"] = randomized.RandomizedCollator(
+        options.position_ranges or randomized.curriculum(row_length, options.length),
+        options.steps * options.batch_size,
+        options.seed,
+    )
     arguments = training_arguments(options, folder / "trainer")
     trainer = checkpoints.SafeTrainer(model, arguments, collators[options.layout], rows, **called)
     loss = nullcontext() if options.loss in ("plain", "liger") else chunked_loss.chunked_loss(model, long_ce=weights)
@@ -279,6 +296,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
         use_liger_kernel=options.loss == "liger",
         liger_kernel_config={"rope": False},  # schemes turn queries and keys themselves
         seed=options.seed,
+        train_sampling_strategy="sequential" if options.layout == "randomized" else "random",
         use_cpu=PartialState().device.type == "cpu",
         logging_steps=options.log_every,
         save_steps=options.save_every,

@@ -20,7 +20,8 @@ pair of dimensions by a rule of its own declares `pairs`, their number d/2, and 
 """
 
 Lengths = Optional["torch.Tensor"]
-"""Length of each row in tokens, `(batch,)`; None if nothing depends on it."""
+"""Length of each row in tokens, `(batch,)`, or of the document of each token, `(batch, length)`; None if nothing
+depends on it."""
 
 Weights = Mapping[str, "torch.Tensor"]
 """Learned parameters of a scheme by name."""
@@ -52,8 +53,8 @@ class Frequencies:
     """f and the factor on cos and sin.
 
     Attributes:
-        inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` if they depend on the length of each row, and
-            `(1, heads, d/2)` if each query head has its own.
+        inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` if they depend on the length of each row,
+            `(batch, 1, length, d/2)` if on that of each document, and `(1, heads, d/2)` if each query head has its own.
         attention_scaling: multiplies cos and sin of query and key, so scores get its square.
         decay: per token of distance, float32, `(d/2,)`: a pair's share of the score is multiplied by
             exp(-decay (m - n)).

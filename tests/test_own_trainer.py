@@ -22,6 +22,7 @@ from transformers import (
 import rope_patch
 from rope_patch import UnsupportedPositions, get_scheme, patch, repatch
 from rope_patch.data.pose import PoSECollator
+from rope_patch.data.randomized import RandomizedCollator, numbered
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.patching import find_handle
 from rope_patch.training.callbacks import PerplexityCallback
@@ -472,6 +473,19 @@ def test_pose_learns_the_completions_alone_where_the_rows_say_so(tmp_path):
     batch = next(iter(trainer.get_train_dataloader()))
     for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
         assert tokenizer().decode(ids[(labels == -100) & (mask == 1)]) in prompts
+
+
+def test_trl_trains_on_growing_ranges_of_positions(tmp_path):
+    model, seen = patched("yarn:factor=4"), []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["position_ids"].max()), with_kwargs=True)
+    rows = numbered(Dataset.from_dict({"input_ids": [tokenizer()(text)["input_ids"][:16] for text in TEXTS]}), 6)
+    settings = {"train_sampling_strategy": "sequential", "remove_unused_columns": False, "max_steps": 3}
+    settings |= {"per_device_train_batch_size": 2, "dataset_kwargs": {"skip_prepare_dataset": True}, "bf16": False}
+    arguments = trl.SFTConfig(**common(tmp_path, **settings, save_strategy="no"))
+    collator = RandomizedCollator((16, 60, 4000), rows=6)
+    given = {"train_dataset": rows, "processing_class": tokenizer(), "data_collator": collator}
+    trl.SFTTrainer(model, arguments, **given, peft_config=lora()).train()
+    assert seen[0] < 16 < seen[1] < 60 < seen[2]
 
 
 def test_prefix_tuning_is_refused_where_transformers_lets_a_prefix_through(tmp_path):

@@ -57,6 +57,19 @@ def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.T
     return attended(mask[:, 0]).any(dim=-2)  # the last query does not see earlier documents
 
 
+def documents_of(mask: torch.Tensor | None, groups: torch.Tensor | None, position_ids: torch.Tensor) -> torch.Tensor:
+    """Numbers of the documents of a forward without earlier keys, `(batch or 1, length)`, from the two results of
+    `read_mask`: one begins where a token does not see the one before it.
+    """
+    if groups is not None:
+        begins = groups.diff(dim=-1) != 0
+    elif mask is not None:
+        begins = ~attended(mask[:, 0]).diagonal(-1, dim1=-2, dim2=-1)
+    else:
+        begins = torch.zeros_like(position_ids[:, 1:], dtype=torch.bool)
+    return torch.nn.functional.pad(begins.cumsum(dim=-1), (1, 0))
+
+
 def shows_later_keys(mask: torch.Tensor, query_start: int | torch.Tensor) -> torch.Tensor:
     """Whether a materialised mask shows a key in a later slot than its query, a scalar."""
     own = torch.arange(mask.shape[-2], device=mask.device)[:, None] + query_start

@@ -266,6 +266,9 @@ def _tables(
         positions = positions[slice(*rows)]
     if slots is not None:
         positions = positions[..., slice(*slots) if isinstance(slots, tuple) else slots]
+    if slots is not None and frequencies.inv_freq.ndim == 4:  # of each token
+        own = frequencies.inv_freq[:, :, slice(*slots) if isinstance(slots, tuple) else slots]
+        frequencies = dataclasses.replace(frequencies, inv_freq=own)
     moved = _remaining(positions, position_map, anchor)
     cos, sin = _computed(moved, frequencies, dtype, pairs_of(position_map) is not None, rows)
     return cos if layout is None else layout.wide(cos, width), sin
@@ -346,7 +349,7 @@ def _computed(
 ) -> Tables:
     """cos and sin, `(batch or 1, heads or 1, length, d/2)`, of some rows, which may have their own frequencies."""
     inv_freq, scaling = frequencies.inv_freq, frequencies.attention_scaling
-    if rows is not None and inv_freq.ndim == 2 and len(inv_freq) > 1:
+    if rows is not None and inv_freq.ndim > 1 and len(inv_freq) > 1:
         inv_freq = inv_freq[slice(*rows)]
         scaling = scaling[slice(*rows)] if isinstance(scaling, torch.Tensor) else scaling
     return rotation_tables(moved, inv_freq, scaling, dtype, by_pair)

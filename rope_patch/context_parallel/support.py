@@ -20,6 +20,8 @@ def _reasons(stack: Stack, plan: Plan, layers: Sequence[AttentionLayer]) -> Iter
     family = type(stack.module).__name__
     if plan.scheme.stateful:
         yield f"{plan.scheme} carries a state from token to token, which the processes would compute one after another"
+    if plan.scheme.by_document:
+        yield f"{plan.scheme} reads the length of each document, of which a process has a part; use mixed=false"
     if stack.absolute is not None:
         yield f"{family} reads its positions from a table at its input"
     elif len(layers) != stack.config.num_hidden_layers or others_take_masks(

@@ -17,6 +17,10 @@ from rope_patch.context_parallel.block import ContextParallel, context_parallel,
 from rope_patch.context_parallel.row import Backend
 from rope_patch.errors import EvaluationError
 
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Where the documents of a packed row begin, as collators pass it to kernels that see the whole row. `position_ids` say
+it for each part."""
+
 
 class ContextParallelTrainer(Trainer):
     """`transformers.Trainer` in which every `sharing` consecutive processes share each row: they read the same rows,
@@ -100,5 +104,9 @@ class ContextParallelTrainer(Trainer):
             shifted = nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=-100)
             inputs = {"shift_labels": shifted, **inputs}
             inputs["labels"] = inputs["shift_labels"]
-        parts = {name: shard(x, group=group) if torch.is_tensor(x) else x for name, x in inputs.items()}
+        parts = {
+            name: shard(values, group=group) if torch.is_tensor(values) else values
+            for name, values in inputs.items()
+            if name not in _BOUNDARIES
+        }
         return functools.partial(context_parallel, model, group, self._backend), parts

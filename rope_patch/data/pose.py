@@ -22,21 +22,19 @@ Context Extension via Middle-Focused Positional Encoding", arXiv 2406.07138; its
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from rope_patch.errors import EvaluationError
+from rope_patch.data.placing import PlacingCollator, Row
 
 
 @dataclass(frozen=True)
-class PoSECollator:
+class PoSECollator(PlacingCollator):
     """A data collator: pads rows on the right, and lets their positions skip over the whole target length.
 
     The positions of a row depend only on its tokens and the seed, so a resumed run sees the same ones. The batch always
@@ -48,27 +46,9 @@ class PoSECollator:
     seed: int = 0
     middle: Literal["uniform", "gaussian"] = "uniform"  # gaussian: CREAM, with three pieces whatever `chunks` is
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """A batch of rows of `input_ids` and, where not every token is to be learned, `labels`.
-
-        Raises:
-            EvaluationError: a row is longer than the target length.
-        """
-        tokens = [torch.as_tensor(row["input_ids"]) for row in rows]
-        columns = {
-            "input_ids": (tokens, 0),
-            "labels": ([torch.as_tensor(row.get("labels", row["input_ids"])) for row in rows], -100),
-            "attention_mask": ([torch.ones_like(ids) for ids in tokens], 0),
-            "position_ids": ([self._positions(ids) for ids in tokens], 0),
-        }
-        return {name: pad_sequence(tensors, True, pad) for name, (tensors, pad) in columns.items()}
-
-    def _positions(self, ids: torch.Tensor) -> torch.Tensor:
-        length, room = len(ids), self.target_length - len(ids)
-        if room < 0:
-            raise EvaluationError(f"target_length={self.target_length} is not allowed; a row has {length} tokens")
-        digest = hashlib.sha256(f"{self.seed} {ids.tolist()}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    def _place(self, ids: torch.Tensor, row: Row) -> torch.Tensor:
+        length, room = len(ids), self._room(ids, target_length=self.target_length)
+        generator = self._generator(ids)
         if self.middle == "gaussian":
             return self._around_a_middle(length, generator)
         positions, u = torch.arange(length), 0

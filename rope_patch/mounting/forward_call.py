@@ -56,6 +56,8 @@ class ForwardCall:
         heads: which of the layer's query heads arrive; None for all.
         row_lengths: `lengths` of rows of which only a part arrives.
         length: of all rows, under a scheme whose regions follow it.
+        documents: numbers of the documents of a row, `(batch or 1, q_len)`, if the scheme reads the length of each;
+            None with earlier keys.
         rotation: the tables by which the module rotates; None for those of the model.
         step: the `mounting.step.Step` of an earlier layer that saw the same; None if this layer looks for itself.
     """
@@ -78,6 +80,7 @@ class ForwardCall:
     heads: slice | None = None
     row_lengths: torch.Tensor | None = None
     length: int | None = None
+    documents: torch.Tensor | None = None
     rotation: Any = None
     step: Any = None
 
@@ -88,9 +91,13 @@ class ForwardCall:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Length of each row in tokens, without pads on either side, `(batch or 1,)`."""
+        """Length of each row in tokens, without pads on either side, `(batch or 1,)`; of the document of each token,
+        `(batch or 1, q_len)`, if `documents` are known.
+        """
         if self.row_lengths is not None:
             return self.row_lengths
+        if self.documents is not None:
+            return self.forward.shared(_document_lengths)(self.position_ids, self.tokens, self.documents)
         keys = None if self.tokens is None else self.key_positions(self.tokens.shape[-1])
         return self.forward.shared(_lengths)(self.position_ids, self.tokens, keys)
 
@@ -284,6 +291,13 @@ def _by_length(lengths: torch.Tensor) -> Mapping[int, Rows]:
 def some_rows(states: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
     """Some rows of `(batch, ...)`, or what all rows have in common, `(1, ...)`."""
     return states if states is None or len(states) == 1 else states[list(rows)]
+
+
+def _document_lengths(position_ids: torch.Tensor, tokens: torch.Tensor | None, documents: torch.Tensor) -> torch.Tensor:
+    positions = position_ids if tokens is None else torch.where(tokens, position_ids, 0)
+    positions, documents = torch.broadcast_tensors(positions, documents)
+    longest = torch.zeros_like(positions).scatter_reduce(-1, documents, positions, "amax")
+    return longest.gather(-1, documents) + 1
 
 
 def _completed(past: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
 from rope_patch.attention.executors.joined import SlotPlan
-from rope_patch.attention.masks import holds_groups, keys_seen, read_mask, shows_later_keys
+from rope_patch.attention.masks import documents_of, holds_groups, keys_seen, read_mask, shows_later_keys
 from rope_patch.attention.problem import AttentionMode, Problem
 from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.terms import Content
@@ -91,6 +91,9 @@ def late_attention(
         mask, groups = call.forward.shared(read_mask)(attention_mask, call.position_ids, *sizes)
     if follows_length and readable:
         call.tokens = call.forward.shared(keys_seen)(mask, groups)
+        is_whole = call.query_start is None and query.shape[2] == key.shape[2] > 1
+        if state.scheme.by_document and is_whole:
+            call.documents = call.forward.shared(documents_of)(mask, groups, call.position_ids)
     if state.scheme.regions_by_length:
         lengths = call.rows_by_length()
         if len(lengths) > 1:

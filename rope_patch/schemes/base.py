@@ -133,6 +133,7 @@ class Scheme(metaclass=_SchemeType):
         aliases: its other names in papers and libraries; those of the class and its `rope_type` are known anyway.
         length_dependent: whether the frequencies or the regions follow the length of the text.
         regions_by_length: whether the regions do, see `at_length`.
+        by_document: whether that is the length of each document of a packed row, and not of the row.
         learned_frequencies: whether the frequencies follow learned parameters.
         refines: whether it makes its frequencies of those of another scheme, see `refine`.
         chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
@@ -166,6 +167,7 @@ class Scheme(metaclass=_SchemeType):
     aliases: ClassVar[tuple[str, ...]] = ()
     length_dependent: ClassVar[IfAny] = False
     regions_by_length: ClassVar[IfAny] = False
+    by_document: ClassVar[IfAny] = False
     learned_frequencies: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False
     refines: ClassVar[Annotated[bool, Composed(_any_and_all, filling=("frequencies", "refine"))]] = False
     chooses_pairs: ClassVar[Annotated[bool, Composed(any, filling=("frequencies", "refine"))]] = False

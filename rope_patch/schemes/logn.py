@@ -16,7 +16,7 @@ from rope_patch.schemes.slots import Checkpoint
 from rope_patch.typing import NO_WEIGHTS, Weights
 
 _FIELDS = {
-    "clip": ("training_length", "clip"),
+    "clip": ("training_length", "clip", "power"),
     "llama4": ("scale", "floor"),
     "mistral": ("scale", "floor"),
     "inkling": ("scale", "floor"),
@@ -34,6 +34,9 @@ class LogN(Scheme):
         form: `"clip"` is the form above. The others are temperatures of models: `"llama4"` grows in steps at
             m = n0 - 1, 2 n0 - 1, ...; `"mistral"` (Ministral 3, Mistral 4) at n0, 2 n0, ...; and `"inkling"` grows
             smoothly from n0. Llama 4 applies it only to its layers without rotation.
+        power: p of the form above, above 0: (ln(m+1) / ln L)^p. The inverse temperature that keeps attention from
+            collapsing and from the mean of all values grows as ln n (p = 1; Chen et al. 2025, arXiv 2510.05554); 0.5
+            and 2 sharpen less and more.
         scale: a of those models, above 0; default 0.1, their value.
         floor: n0 of those models in tokens, at least 1; default the checkpoint's L. Llama 4 uses 8192.
 
@@ -44,7 +47,7 @@ class LogN(Scheme):
     summary = "sharpens attention as the text grows"
     title = "log-n"
     equation = (
-        "q_m max(1, ln(m + 1) / ln L); llama4: q_m (1 + a ln(1 + floor((m + 1) / n0))); "
+        "q_m max(1, ln(m + 1) / ln L)^p; llama4: q_m (1 + a ln(1 + floor((m + 1) / n0))); "
         "mistral: q_m (1 + a ln(1 + floor(m / n0))); inkling: q_m (1 + a ln max(1, (m + 1) / n0))"
     )
     source = Source(
@@ -61,6 +64,7 @@ class LogN(Scheme):
     form: Literal["clip", "llama4", "mistral", "inkling"] = "clip"
     scale: Annotated[float, Above(0)] | None = None
     floor: Annotated[int, AtLeast(1)] | None = None
+    power: Annotated[float, Above(0)] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +84,8 @@ class LogN(Scheme):
         count = positions + 1
         if self.training_length is not None:
             scale = count.float().log() / math.log(self.training_length)
-            return (scale.clamp(min=1.0) if self.clip else scale)[None]
+            scale = scale.clamp(min=1.0) if self.clip else scale
+            return (scale if self.power == 1 else scale**self.power)[None]
         if self.scale is None or self.floor is None:
             raise ValueError("logn: call resolve() first to fill in the training length")
         if self.form == "inkling":

@@ -28,6 +28,9 @@ class LongRoPE(Scheme):
         attention_factor: multiplies cos and sin; default sqrt(1 + ln k / ln L).
         original_max_position_embeddings: L in tokens; default from the checkpoint.
         length: a length in tokens that selects the list for a whole request; default: the length of each text.
+        mixed: each document of a packed row selects its own list, so that one training run teaches both (LongRoPE2,
+            arXiv 2502.20082, section 3.3); otherwise the longest document of a row selects that of the row. A forward
+            with a cache has one text in a row.
         learned: each layer trains the factors, starting from the given ones; with `length`, only those of one list.
     """
 
@@ -53,6 +56,7 @@ class LongRoPE(Scheme):
     original_max_position_embeddings: Annotated[int, AtLeast(2)] | None = None
     length: Annotated[int, AtLeast(1)] | None = None
     learned: bool = False
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +87,10 @@ class LongRoPE(Scheme):
     def length_dependent(self) -> bool:  # type: ignore[override]
         return self.length is None and (self.learned or self.short_factor != self.long_factor)
 
+    @property
+    def by_document(self) -> bool:  # type: ignore[override]
+        return self.mixed and self.length_dependent
+
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         if not self.learned:
             return {}
@@ -104,8 +112,8 @@ class LongRoPE(Scheme):
             return Frequencies(long if self.length > trained else short, temperature)
         if length is None:
             return Frequencies(short, temperature)
-        is_long = (length > trained)[:, None]
-        return Frequencies(torch.where(is_long, long.to(length.device), short.to(length.device)), temperature)
+        chosen = torch.where((length > trained)[..., None], long.to(length.device), short.to(length.device))
+        return Frequencies(chosen if length.ndim == 1 else chosen[:, None], temperature)
 
     def _slowed(self, rotary: RotarySpec, name: str, weights: Weights) -> torch.Tensor:
         """theta_i / lambda_i with the list of this name, or its trained values."""
@@ -130,5 +138,5 @@ class LongRoPE(Scheme):
         if self.learned:
             raise NotExpressible("longrope: the factors of Transformers' longrope are the same in all layers")
         parameters = super().rope_parameters(rotary)
-        del parameters["learned"]
+        del parameters["learned"], parameters["mixed"]  # a text of its own selects the same list
         return parameters

@@ -98,6 +98,8 @@ KINDS = {
     "stream": {"streaming": True, "shuffle_buffer": 2, "layout": "padded"},
     "PoSE": {"layout": "pose"},
     "PoSE in short rows": {"layout": "pose", "pose_row": 8},
+    "randomized": {"layout": "randomized"},
+    "randomized stream": {"layout": "randomized", "streaming": True, "shuffle_buffer": 2, "position_ranges": "24,32"},
     "warm start": {"warm_start_steps": 3},
 }
 

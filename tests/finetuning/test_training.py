@@ -240,7 +240,9 @@ WRONG = {
     "there is no checkpoint './nowhere'": {"model": "./nowhere"},
     "a row has 16 tokens": {"layout": "pose", "length": 8},
     "a row has 40 tokens": {"layout": "pose", "length": 32, "pose_row": 40},
-    "pose_row=8 is only for layout=pose and layout=cream": {"pose_row": 8},
+    "pose_row=8 is only for layout=pose, cream and randomized": {"pose_row": 8},
+    "position_ranges=(8,) is only for layout=randomized": {"position_ranges": "8"},
+    "position_range=8 is not allowed; a row has": {"layout": "randomized", "position_ranges": "8"},
 }
 
 

@@ -23,6 +23,10 @@ CASES = ["logn:training_length=8", "logn:form=llama4,scale=0.5,floor=8"]
 DEFINITIONS = {
     "logn:training_length=8": Definition(query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(8))),
     "logn:training_length=8,clip=False": Definition(query_scale=lambda m: np.log(m + 1) / np.log(8)),
+    "logn:training_length=8,power=0.5": Definition(
+        query_scale=lambda m: np.maximum(1, (np.log(m + 1) / np.log(8)) ** 0.5)
+    ),
+    "logn:training_length=8,clip=False,power=2": Definition(query_scale=lambda m: (np.log(m + 1) / np.log(8)) ** 2),
     "logn": Definition(query_scale=lambda m: np.maximum(1, np.log(m + 1) / np.log(32))),
     "logn:form=llama4,scale=0.5,floor=8": Definition(query_scale=lambda m: 1 + 0.5 * np.log(1 + (m + 1) // 8)),
     "logn:form=mistral,scale=0.5,floor=8": Definition(query_scale=lambda m: 1 + 0.5 * np.log(1 + m // 8)),
@@ -57,7 +61,19 @@ def test_the_default_training_length_is_that_of_the_checkpoint():
     assert LogN().resolve(Checkpoint(256, 4, 256)) == LogN(256)
 
 
-@pytest.mark.parametrize("spec", ["logn:training_length=8,clip=False", "ssmax"])
+@pytest.mark.parametrize("power", [0.5, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("clip", [True, False])
+def test_the_power_is_of_the_ratio_of_logarithms(clip, power):
+    positions = torch.tensor([0, 1, 5, 254, 255, 256, 1000, 65535, 10**7])
+    ratio = (np.log(positions.double().numpy() + 1) / np.log(256)) ** power
+    found = LogN(256, clip=clip, power=power).query_scale(positions, 4)[0]
+    np.testing.assert_allclose(found, np.maximum(1, ratio) if clip else ratio, rtol=2e-6)
+    assert torch.equal(LogN(256, clip, power=1).query_scale(positions, 1), LogN(256, clip).query_scale(positions, 1))
+
+
+@pytest.mark.parametrize(
+    "spec", ["logn:training_length=8,clip=False", "logn:training_length=8,clip=False,power=0.5", "ssmax"]
+)
 def test_positions_below_zero_are_those_of_pads_and_hurt_nobody(llama, spec):
     ids, mask = left_padded([tokens(12), tokens(9)])
     patch(llama, spec)
@@ -206,10 +222,12 @@ def test_the_defaults_of_the_models():
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"scale": 0.1}, "scale=0.1 is not allowed; form='clip' has training_length, clip"),
+        ({"scale": 0.1}, "scale=0.1 is not allowed; form='clip' has training_length, clip, power"),
         ({"floor": 8}, "floor=8 is not allowed; form='clip'"),
         ({"form": "llama4", "training_length": 8}, "training_length=8 is not allowed; form='llama4' has scale, floor"),
         ({"form": "mistral", "clip": False}, "clip=False is not allowed; form='mistral'"),
+        ({"form": "mistral", "power": 2.0}, "power=2.0 is not allowed; form='mistral' has scale, floor"),
+        ({"power": 0}, "power=0 is not allowed; power must be a number above 0"),
         ({"form": "inkling", "scale": 0}, "scale=0 is not allowed"),
         ({"form": "inkling", "floor": 0}, "floor=0 is not allowed"),
         ({"form": "llama"}, "did you mean 'llama4'"),

@@ -78,7 +78,7 @@ CASES = {
     "kerple": [{}, {"variant": "power", "initial_scale": 0.5}],
     "sandwich": [{}, {"embedding_dim": 32, "base": 100}],
     "t5": [{}, {"interpolation": 4}, {"num_buckets": 64, "max_distance": 1000}],
-    "logn": [{}, {"clip": False, "training_length": 500}]
+    "logn": [{}, {"clip": False, "training_length": 500}, {"power": 0.5}, {"clip": False, "power": 2}]
     + [{"form": form, "scale": 0.2, "floor": 60} for form in ("llama4", "mistral", "inkling")],
     "ssmax": [{"initial_scale": 0.43}],
 }

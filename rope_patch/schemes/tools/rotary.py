@@ -34,7 +34,7 @@ def rotation_tables(
     Args:
         positions: `(batch, length)`, or `(batch, heads, length)` if heads differ, integer or fractional; with d/2 as an
             additional last axis if they are `by_pair`.
-        inv_freq: `(d/2,)` or `(batch, d/2)`; `(1, heads, d/2)` if heads differ.
+        inv_freq: `(d/2,)` or `(batch, d/2)`; `(1, heads, d/2)` if heads differ, `(batch, 1, length, d/2)` if tokens do.
         attention_scaling: number, or `(batch, 1)`.
         dtype: of the returned tables; angles are computed in float32, as Transformers does.
         by_pair: whether every pair of dimensions has positions of its own, as a map with `pairs` returns them.
@@ -46,7 +46,7 @@ def rotation_tables(
     positions = positions if positions.ndim == 4 else positions[:, None]
     if inv_freq.ndim == 2:
         inv_freq = inv_freq[:, None]
-    angles = positions.float() * inv_freq.float()[..., None, :]
+    angles = positions.float() * (inv_freq if inv_freq.ndim == 4 else inv_freq[..., None, :]).float()
     if isinstance(attention_scaling, torch.Tensor):
         attention_scaling = attention_scaling[..., None, None]
     cos, sin = angles.cos(), angles.sin()
