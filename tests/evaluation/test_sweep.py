@@ -226,7 +226,7 @@ def test_the_last_round_tries_the_curve_through_the_best_value_at_each_length():
     measured = {Candidate("lampe", near, value): losses(value) for value in values}
     others = [Candidate("lampe", far, value) for value in values]
     others += [Candidate("lampe", near, value, logn=True) for value in values]
-    measured |= {other: {length: 3 - other.value for length in losses(1)} for other in others}
+    measured |= {other: dict.fromkeys(losses(1), 3 - other.value) for other in others}
     measured |= {Candidate(*YARN, 1): dict.fromkeys((128, 256, 512, 1024), 0.5)}  # has no such rule
     (found,) = recipe.curves(measured, 256)
     scheme = get_scheme(found.line(256, 1024))
