@@ -36,7 +36,7 @@ class ContextParallelTrainer(Trainer):
     """
 
     def __init__(self, *arguments: Any, sharing: int = 1, backend: Backend = "gather", **others: Any) -> None:
-        self._sharing, self._backend = sharing, backend
+        self._sharing, self._backend, self._counting = sharing, backend, False
         super().__init__(*arguments, **others)
         if sharing > 1 and self.args.label_smoothing_factor:
             raise EvaluationError(
@@ -50,7 +50,18 @@ class ContextParallelTrainer(Trainer):
 
     def get_cp_size(self) -> int:
         """The number of processes that read the same targets, which Trainer then counts once."""
-        return self._sharing
+        return 1 if self._counting else self._sharing
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The number of targets of a step, though every process of a row counts them all. Transformers 5.17 divides by
+        the sizes of accelerate's config, 5.23 by `get_cp_size`: here, neither.
+        """
+        self._counting = True
+        try:
+            number = super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self._counting = False
+        return number if number is None or self._sharing == 1 else number / self._sharing
 
     def _get_dataloader(self, *arguments: Any, **others: Any) -> DataLoader[Any]:
         if self._sharing == 1:
