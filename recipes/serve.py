@@ -18,7 +18,6 @@ seconds.
 
 from __future__ import annotations
 
-import bisect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +54,7 @@ def main(options: Options) -> None:
     from rope_patch import patch, unpatch
     from rope_patch.models.find_stacks import read_stack
     from rope_patch.models.record import Record
+    from rope_patch.mounting.longest_text import longest_text
     from rope_patch.patching import find_handle
     from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
     from rope_patch.serving.batch import PAGE, Batch
@@ -124,47 +124,6 @@ def main(options: Options) -> None:
         access_log=False,
         timeout_graceful_shutdown=10,
     )
-
-
-def longest_text(handle: Any, checkpoint: Any) -> int:
-    """What a model reaches, in tokens: its maximum, or what the scheme's fields say; 4 L where they set no limit."""
-    from rope_patch.schemes.target import LONGEST, filled_for, takes_target
-
-    if handle is None:
-        return int(checkpoint.max_length)
-    reaches = []
-    groups = [group for stack, plan in handle.mounted for group in plan.by_layer or ((stack, plan),)]
-    for stack, plan in groups:
-        counted = stack.checkpoint.under(plan.scheme)
-        parts = [part for part in plan.scheme.resolve(counted).parts() if takes_target(type(part))]
-        # a field that was set limits the length, and not only what a scheme could do at most
-        if any(getattr(part, name) is not None for part in parts for name in filled_for(type(part), "auto")):
-            reaches.append(max(reach_of(part, counted) for part in parts))
-    longest = min(reaches, default=LONGEST)
-    return longest if longest < LONGEST else 4 * int(checkpoint.max_length)
-
-
-def reach_of(part: Any, checkpoint: Any) -> int:
-    """The longest text in tokens that a scheme reaches on a checkpoint, which is the target that its fields are for."""
-    from rope_patch.errors import InvalidField
-    from rope_patch.schemes.slots import Target
-    from rope_patch.schemes.target import LONGEST
-
-    own = {name: value for name, value in vars(part).items() if value is not None}
-    given: dict[str, Any] = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
-
-    def fields_for(tokens: int) -> Any:
-        return part.fields_for(Target(part.name, tokens, checkpoint, given))
-
-    def is_beyond(tokens: int) -> bool:
-        try:
-            start, wanted = fields_for(checkpoint.training_length), fields_for(tokens)
-        except InvalidField:
-            return True
-        return any(value > own.get(name, value) for name, value in wanted.items() if value != start.get(name))
-
-    lengths = range(checkpoint.training_length, LONGEST + 1)
-    return lengths[0] + max(1, bisect.bisect_left(lengths, True, key=is_beyond)) - 1
 
 
 if __name__ == "__main__":

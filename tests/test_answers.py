@@ -424,7 +424,7 @@ def given(monkeypatch, command, *words, name="lengths"):
     return [getattr(options, name) for options in found]
 
 
-MEASURING = ["perplexity", "passkey", "ruler", "finetune", "lm_eval_patched"]
+MEASURING = ["perplexity", "passkey", "ruler", "finetune"]
 
 
 @pytest.mark.parametrize("command", MEASURING)

@@ -26,7 +26,6 @@ WORKING = {
 REFUSED = {
     "compare_encodings": ["--encodings", "rope"],
     "serve": ["recipes/assets/tiny-llama"],
-    "lm_eval_patched": ["--text", "README.md"],
 }
 
 

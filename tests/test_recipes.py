@@ -33,8 +33,8 @@ TEXTS = {"train": ROOT / "rope_patch" / "schemes", "held_out": ROOT / "rope_patc
 
 
 def test_a_recipe_is_a_script():
-    words = [sys.executable, RECIPES / "lm_eval_patched.py", "--help"]
-    assert "usage: lm_eval_patched.py" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    words = [sys.executable, RECIPES / "perplexity.py", "--help"]
+    assert "usage: perplexity.py" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("kind", ["rope", "alibi"])

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_patch import RopePatchWarning, patch
 from rope_patch.cli import main
 from rope_patch.models.find_stacks import read_stack
+from rope_patch.mounting.longest_text import longest_text
 from rope_patch.saving.loading import default_checkpoint
-from tests.recipes import load_recipe
 from tests.test_serve import NEW, TEXT, client_of, complete, server
 
 REACHED = {
@@ -39,7 +39,7 @@ def test_a_server_announces_what_a_scheme_reaches(spec):
     model = AutoModelForCausalLM.from_pretrained(default_checkpoint())
     checkpoint = read_stack(model).checkpoint
     handle = None if spec is None else patch(model, spec)
-    assert load_recipe("serve").longest_text(handle, checkpoint) == REACHED[spec]
+    assert longest_text(handle, checkpoint) == REACHED[spec]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ Remote code is never run, and pickled weights are read only on request.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import tempfile
 import textwrap
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -49,6 +50,7 @@ from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokeni
 from rope_patch.saving.own_files import check_weights
 from rope_patch.saving.resuming import load_class, load_parameters, resume_rows
 from rope_patch.saving.trust import check_adapter, drop_implementations
+from rope_patch.schemes.base import Scheme
 from rope_patch.shipped import recipes_folder
 
 _CLEAR = (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError)
@@ -225,34 +227,85 @@ def _with_adapters(
 
     settings = read_json(adapters)
     check_adapter(settings, adapters)
+    base = _base_in(settings, adapters)
+    if adapters in above:
+        raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
+    config = kwargs.pop("config", None) or _config_beside(path, location)
+    elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
+    if config is not None:
+        elsewhere.setdefault("dtype", config.dtype)
+    recorded = _recorded(settings, config, adapters)
+    model = _load(base, elsewhere, (*above, adapters))
+    _follow(model, recorded)
+    with quiet_adapters():
+        return PeftModel.from_pretrained(model, path, **location)
+
+
+def follow_adapters(model: nn.Module, path: str, **location: Any) -> None:
+    """Bring a base checkpoint, in place, under the scheme that adapters record, before PEFT adds them.
+
+    Args:
+        model: the base; as it is if the adapters say nothing of a scheme.
+        path: of the adapters, a folder or a Hub ID.
+        **location: arguments of `from_pretrained` that locate a file, such as `revision`.
+
+    Raises:
+        NoCheckpoint: there are no adapters.
+        InvalidField, UnknownScheme: what they record is not a scheme, or they would run code.
+    """
+    if (file := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is None:
+        raise NoCheckpoint(f"there are no adapters {path!r}: it has no {ADAPTERS}")
+    adapters = Path(file)
+    settings = read_json(adapters)
+    check_adapter(settings, adapters)
+    _follow(model, _recorded(settings, _config_beside(path, location), adapters))
+
+
+def base_of(folder: str) -> str:
+    """The path of the checkpoint under a folder of adapters.
+
+    Raises:
+        InvalidField: they name none.
+    """
+    adapters = Path(folder, ADAPTERS)
+    return _base_in(read_json(adapters), adapters)
+
+
+def _base_in(settings: dict[str, Any], adapters: Path) -> str:
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InvalidField(
             f"{adapters}: base_model_name_or_path={base!r} is not allowed; it must be the path of a checkpoint"
         )
-    if adapters in above:
-        raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
+    return base
+
+
+def _config_beside(path: str | Path, location: dict[str, Any]) -> Any:
+    """The config in a folder of adapters; None without one."""
     own_config = cached_file(path, CONFIG_NAME, **OPTIONAL, **location)
-    config = kwargs.pop("config", None) or (_config_of(path, **location) if own_config else None)
-    elsewhere = {key: value for key, value in kwargs.items() if key not in ("revision", "subfolder")}
-    if config is not None:
-        elsewhere.setdefault("dtype", config.dtype)
+    return _config_of(path, **location) if own_config else None
+
+
+def _recorded(settings: dict[str, Any], config: Any, adapters: Path) -> Scheme | Literal["nothing"] | None:
+    """The scheme that adapters record, None for the plain checkpoint."""
+    if RECORD not in settings and config is None:
+        return "nothing"
     try:
         record = Record.read(settings if RECORD in settings else config)
     except RopePatchError as error:
         raise type(error)(f"{adapters}: {error}") from error
-    model = _load(base, elsewhere, (*above, adapters))
-    scheme, carried = None if record is None else record.scheme, find_handle(model)
-    says_which = RECORD in settings or config is not None
+    return None if record is None else record.scheme
+
+
+def _follow(model: nn.Module, scheme: Scheme | Literal["nothing"] | None) -> None:
+    carried = find_handle(model)
     # under the same scheme the checkpoint keeps its learned parameters
-    if says_which and scheme != (carried and carried.scheme):
-        if carried is not None:
-            unpatch(model)
-        if scheme is not None:
-            mount_scheme(model, scheme)
-    with warnings.catch_warnings():  # PEFT's, that it does not know our key
-        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{RECORD}'\]")
-        return PeftModel.from_pretrained(model, path, **location)
+    if scheme == "nothing" or scheme == (carried and carried.scheme):
+        return
+    if carried is not None:
+        unpatch(model)
+    if scheme is not None:
+        mount_scheme(model, scheme)
 
 
 def _read_fields(path: str | Path, **location: Any) -> dict[str, Any]:
@@ -310,13 +363,16 @@ def load_tokenizer(path: str) -> Any:
     return _read(path, "tokenizer", _tokenizer_of, load_gguf_tokenizer)
 
 
-def load_config(path: str | Path) -> Any:
+def load_config(path: str | Path, **location: Any) -> Any:
     """The config of a checkpoint.
 
+    Args:
+        **location: arguments of `from_pretrained` that locate a file, such as `revision`.
+
     Raises:
-        NoCheckpoint: there is none.
+        NoCheckpoint: there is no config.
     """
-    return _read(path, "config", _config_of, load_gguf_config)
+    return _read(path, "config", functools.partial(_config_of, **location), load_gguf_config)
 
 
 def trained_length(path: str) -> int:
@@ -351,6 +407,14 @@ def as_folder(path: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         unpack(path, folder)
         yield folder
+
+
+@contextmanager
+def quiet_adapters() -> Iterator[None]:
+    """Suppress PEFT's warning that it does not know the record of a scheme in the settings of adapters."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{RECORD}'\]")
+        yield
 
 
 @contextmanager

@@ -29,11 +29,11 @@ from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.scheme_specs import schemes_at_lengths
 from rope_patch.models.config import context_lengths
 from rope_patch.models.find_stacks import read_stack
+from rope_patch.mounting.longest_text import longest_text
 from rope_patch.saving.export import describe_serving
 from rope_patch.saving.loading import default_checkpoint, trained_length
 from rope_patch.schemes.reach import spelled
 from rope_patch.serving.factors import schemes_by_factor
-from tests.recipes import load_recipe
 
 _SIZES = {
     **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16},
@@ -461,7 +461,7 @@ def test_a_server_announces_what_a_scheme_reaches_on_it(spec, longest):
     model = build("llama-3.1")
     checkpoint = read_stack(model).checkpoint
     handle = None if spec is None else patch(model, spec)
-    assert load_recipe("serve").longest_text(handle, checkpoint) == longest
+    assert longest_text(handle, checkpoint) == longest
 
 
 def test_factors_for_requests_count_from_the_length_of_today():
