@@ -142,7 +142,7 @@ def main(options: Options) -> None:
         free = test.references if protocol == options.protocol else (TEXT_CUT,)
         lines = [*free, *(f"{start}:factor={factor:g}" for start in COMPARED)]
         confirmation[protocol] = run_task(model, test, lines, lengths, rows, name=name)
-    reserve = sum(row.seconds for each in confirmation.values() for row in each if row.line.startswith(COMPARED))
+    reserve = sum(row.seconds or 0 for each in confirmation.values() for row in each if row.line.startswith(COMPARED))
 
     # generation after generation; what follows depends on nothing but what was measured
     losses: dict[Factors, float] = {}
@@ -161,7 +161,7 @@ def main(options: Options) -> None:
             losses |= {
                 each: math.inf if math.isnan(row.loss) else row.loss for each, row in zip(group, new, strict=True)
             }
-            slowest = max(slowest, sum(row.seconds for row in new))
+            slowest = max(slowest, sum(row.seconds or 0 for row in new))
         best = min(losses, key=lambda each: losses[each])
         if not math.isfinite(losses[best]):
             raise EvaluationError(

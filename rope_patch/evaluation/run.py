@@ -12,11 +12,12 @@ from torch import nn
 
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import Learned, MeasuredModel
-from rope_patch.evaluation.processes import on_main, over_processes, sharing_rows
+from rope_patch.evaluation.processes import joined, on_main, over_processes, sharing_rows
 from rope_patch.evaluation.progress import Progress
 from rope_patch.evaluation.row import Row, Rows
 from rope_patch.evaluation.scheme_specs import CONTROLS, SchemeAtLength, check_lengths, display_name, schemes_at_lengths
 from rope_patch.evaluation.tasks.task import Cell, Task
+from rope_patch.evaluation.unfinished import Unfinished
 from rope_patch.schemes import Scheme
 
 
@@ -101,9 +102,12 @@ def _measure(
     bar: Progress,
 ) -> list[Row]:
     """The rows of a cell, also written to `rows`; `scores` has what earlier cells of this pass share with it."""
+    key, number = Row.key_of(wanted[0]), {id(item): place for place, item in enumerate(cell.items)}
+    unfinished = None if rows is None or joined().num_processes > 1 else Unfinished(rows.path)
 
     def score(item: Any) -> Any:
-        scored = task.score(model, item)
+        compute = partial(task.score, model, item)
+        scored = compute() if unfinished is None else unfinished.scored(key, number[id(item)], compute)
         bar.update(task.size(item))
         return scored
 
@@ -111,17 +115,20 @@ def _measure(
     new = [item for item in cell.items if id(item) not in scores]
     scores.update(zip(map(id, new), over_processes(score, new, model), strict=True))
     seconds = time.perf_counter() - began
-    speed: dict[str, Any] = {
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(sum(task.size(item) for item in new) / seconds, 1),
-    }
+    speed: dict[str, Any] = {}
+    if unfinished is None or not unfinished.recalled:  # else a part of the time passed in another run
+        speed["seconds"] = round(seconds, 3)
+        speed["tokens_per_second"] = round(sum(task.size(item) for item in new) / seconds, 1)
 
     def write() -> list[Row]:
         measured = [
             Row(**fields, **speed, **task.row(fields, cell.items, [scores[id(item)] for item in cell.items]))
             for fields in wanted
         ]
-        return _written(measured, rows)
+        written = _written(measured, rows)
+        if unfinished is not None:
+            unfinished.forget(key)
+        return written
 
     return on_main(write)
 
