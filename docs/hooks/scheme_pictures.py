@@ -94,7 +94,7 @@ def _map(axes: Any, name: str) -> str | None:
 
 def _wavelengths(axes: Any, name: str) -> str | None:
     rotary, scheme = RotarySpec(128, 10000, TRAINED), _scheme(name, TRAINED, TARGET)
-    if scheme is None or scheme.learned_frequencies:
+    if scheme is None or scheme.learned_frequencies or scheme.by_head:
         return None
     if scheme.refines:
         own = scores.frequencies_of(get_scheme("rope"), rotary)
