@@ -167,7 +167,7 @@ def test_fields_beside_an_object(model):
 
 def test_fields_beside_several_names(model):
     said = told(InvalidField, patch, model, "yarn", "logn", factor=8)
-    assert said.endswith("write it inside the name that it belongs to, 'NAME:factor=8'")
+    assert said == "factor=8 with several schemes: write 'yarn:factor=8+logn'"
 
 
 @pytest.mark.parametrize("typed", ["yarn:factor=auto", "rerope:window=auto", "Linear:factor=auto"])

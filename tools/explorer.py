@@ -33,8 +33,8 @@ SCHEMES = {
 }
 """The schemes that the page draws, by what they do; the others read tokens or learn what they add."""
 
-WITHOUT_A_PICTURE = ("learned", "per_layer", "symmetric", "bidirectional")
-"""Fields that change nothing in a causal model before it is trained."""
+WITHOUT_A_PICTURE = ("learned", "mixed", "per_layer", "symmetric", "bidirectional")
+"""Fields that change nothing in one text of a causal model before it is trained."""
 
 MODELS = (  # config.json of each: max_position_embeddings, rope_theta, head_dim, num_attention_heads
     {"name": "Llama-2-7B", "L": 4096, "theta": 10_000, "d": 128, "heads": 32},

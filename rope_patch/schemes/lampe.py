@@ -23,8 +23,8 @@ class LaMPE(Scheme):
     phi(n) = floor(M n / (l - 1)) counts the middle, and the query is shifted so that it goes on where the window ends.
     From l - e tokens on distances grow by one again: the last e tokens see the first e at true resolution, where e is
     the last token that shares its position with token `head_keys`. M follows the text, because a model needs few
-    positions for a short text and knows them best: M(l) = floor(c / (1 + exp(-(a l + b)))), fitted for each model, see
-    `rope-patch sweep --fit`. Below two windows nothing changes.
+    positions for a short text and knows them best: M(l) = floor(c / (1 + exp(-(a l + b)))), fitted for each model:
+    `rope-patch sweep --schemes lampe` does it on your text. Below two windows nothing changes.
 
     l is the length of each row in tokens, read so far: the cache keeps unrotated keys, which every token rotates
     anew, and in a deep model decoding differs from recomputation, because earlier hidden states were made for a
@@ -47,7 +47,7 @@ class LaMPE(Scheme):
     """
 
     name = "lampe"
-    summary = "keeps the window and the first tokens, and maps the middle to as many positions as the length asks for"
+    summary = "keeps the window and the first tokens, and squeezes the middle by the length"
     title = "LaMPE"
     equation = "distance = m - n if m - n < W else phi(m) - phi(n) + b1 if m - n < l - e else m - n - b2"
     source = Source(

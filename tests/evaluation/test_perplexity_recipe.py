@@ -48,11 +48,11 @@ def words(checkpoint, texts, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", ["demo", "baichuan", "t5"])
+@pytest.mark.parametrize("name", ["perplexity_tiny", "baichuan", "t5"])
 def test_the_configs_parse_and_show_what_they_must(name):
     options = parse(load_recipe("perplexity").Options, [str(CONFIGS / f"{name}.yaml")])
     lines = with_references(options.schemes)
-    if name == "demo":
+    if name == "perplexity_tiny":
         assert [length // 256 for length in options.lengths] == [1, 2, 4, 8, 16]
         for length in options.lengths:
             names = [getattr(scheme_at(line, length), "name", "plain") for line in lines]

@@ -52,6 +52,7 @@ def test_what_a_composition_does_if_any_part_does():
     assert set(IF_ANY) == {
         *("length_dependent", "learned_frequencies", "decays", "absolute", "causal_only", "by_layer"),
         *("every_block", "stateful", "breaks_graph", "reads_ids", "chooses_pairs", "regions_by_length"),
+        *("by_document", "by_head"),
     }
 
 

@@ -29,6 +29,8 @@ CASES = [
     "lampe:window=7,head_keys=5,mapping_length=20,length=40",
     "lampe:window=17,head_keys=4,mapping_length=18",  # plain up to 33 tokens, one more than the training length here
 ]
+UNDRAWN = ["a", "b", "c", "curve_from"]
+"""Fields that are given together or not at all."""
 FIXED, FOLLOWING = CASES
 
 
