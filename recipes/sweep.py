@@ -269,7 +269,7 @@ def best_of_each(order: Sequence[Candidate]) -> list[Candidate]:
 
 
 def curves(measured: Mapping[Candidate, Mapping[int, float]], trained: int) -> list[Candidate]:
-    """What the last round tries, from the NLL by length of what was tried: for the best schemes, if they have such a
+    """Candidates of the last round, from the NLL by length of earlier ones: for the best schemes, if they have such a
     rule, the curve through the best value at each length, among candidates that differ in their value alone.
     """
     from rope_patch.schemes import scheme_class

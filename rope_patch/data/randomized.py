@@ -81,7 +81,7 @@ class RandomizedCollator(PlacingCollator):
             raise EvaluationError(f"rows={self.rows} is not allowed; give the number of rows in the whole training")
 
     def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
-        """As of `PlacingCollator`.
+        """A batch of rows with drawn positions, as `PlacingCollator` pads and labels it.
 
         Raises:
             EvaluationError: also, a row has no number though there are several ranges, or rows come in another order.

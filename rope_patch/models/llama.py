@@ -110,7 +110,7 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
 
 
 def _copies(tables: RotaryTables, inside: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Those of the modules inside attention layers that have the same tables."""
+    """Rotary modules inside attention layers whose tables are those of the stack."""
     name = tables.attribute("inv_freq")
     own = getattr(tables.module, name).cpu()
     return tuple(

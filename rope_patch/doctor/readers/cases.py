@@ -152,7 +152,7 @@ def from_config(layer: Layer) -> bool:
 
 
 def refuse(layer: Layer) -> Rotation | None:
-    """It does not load the checkpoint."""
+    """No rotation, because the reader does not load the checkpoint."""
     return None
 
 
