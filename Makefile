@@ -54,7 +54,7 @@ $(VENV)/.%: pyproject.toml $(CONSTRAINTS)
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.demo
-	@echo "== demo: the embedded checkpoint beyond its length, on ordinary text and on a passage far back (about a minute)"
+	@echo "== demo: the embedded checkpoint beyond its length, on ordinary text and on a passage far back (half a minute)"
 	$(BIN)/python recipes/measure.py recipes/configs/demo.yaml
 	@echo "rope-patch is in $(BIN): run 'source $(BIN)/activate' once, then the command above, or on your own model and text:"
 	@echo "rope-patch sweep --model DIR --text FILE --target 4x"
