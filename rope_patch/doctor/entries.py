@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .architecture import LOCAL_THETA, PARTIAL, THETA, WIDTHS, Architecture, architecture_of, unknown_architecture
-from .checked import Checked
+from .checked import MOST_TOKENS, Checked
 from .rotation import NEED_L, TYPES, Rotation
 from .sources import Aside, Source
 
@@ -23,7 +23,8 @@ ORIGINAL = "original_max_position_embeddings"
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types that parameters are named for in configs that do not list their layers."""
 
-_LARGEST_HEAD = 2**12
+LARGEST_HEAD = 2**12
+"""Most dimensions of a head that a config may name."""
 
 _ALIASES = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "none": "default", "deepseek_yarn": "yarn"}
 """Rope types under other names, as remote code and older versions wrote them."""
@@ -51,8 +52,14 @@ _NUMBERS = {
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 """Numbers of which 0 means that they are not given."""
 
-_FOR_OTHERS = ("short_mscale", "long_mscale")
-"""Numbers that other readers take."""
+_FOR_OTHERS: Mapping[str, Mapping[str, float]] = {
+    "short_mscale": {},
+    "long_mscale": {},
+    "alpha": {"least": 0.0, "most": 1e6},
+    "max_trained_positions": {"least": 0.0, "most": MOST_TOKENS},
+    "rope_dim": {"least": 2.0, "most": LARGEST_HEAD},
+}
+"""Numbers that other readers take, with their limits."""
 
 _LISTS = ("short_factor", "long_factor")
 
@@ -62,7 +69,7 @@ ENTRY = ("rope_type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINA
 KNOWN = frozenset(
     {
         *ENTRY,
-        *("type", "mrope_section", "mrope_interleaved", "interleaved", "xdrope_section", "alpha"),
+        *("type", "mrope_section", "mrope_interleaved", "interleaved", "xdrope_section"),
         *("finetuned", "max_position_embeddings", "llama_4_scaling_beta", *_FOR_OTHERS),
     }
 )
@@ -327,9 +334,9 @@ class _Reader:
         if not width:
             heads = self._size("num_attention_heads") or self.own.num_attention_heads
             width = (self._size("hidden_size") or self.own.hidden_size) // max(heads, 1)
-        if not 2 <= width <= _LARGEST_HEAD:
+        if not 2 <= width <= LARGEST_HEAD:
             self.checked.refuse(
-                f"head_dim, or hidden_size / num_attention_heads, is {width}; it must be from 2 to {_LARGEST_HEAD}"
+                f"head_dim, or hidden_size / num_attention_heads, is {width}; it must be from 2 to {LARGEST_HEAD}"
             )
         return width
 
@@ -379,9 +386,9 @@ class _Reader:
         return default.get(kind, otherwise) if isinstance(default, Mapping) else default
 
     def _numbers(self, entry: Mapping[str, Any], rope_type: str) -> dict[str, float]:
-        for name in _FOR_OTHERS:
+        for name, limits in _FOR_OTHERS.items():
             if entry.get(name) is not None:
-                self.checked.number(name, entry[name])
+                self.checked.number(name, entry[name], **limits)
         found = {}
         for name, types in _NUMBERS.items():
             if entry.get(name) is None or rope_type not in types:
@@ -426,8 +433,8 @@ class _Reader:
         if not isinstance(found, list) or not 1 <= len(found) <= 4:
             self.checked.refuse(f"mrope_section={found!r:.80} must be a list with the pairs of each axis")
         sizes = tuple(0 if size == 0 else self.checked.size("mrope_section", size) for size in found)
-        if max(sizes) > _LARGEST_HEAD:
-            self.checked.refuse(f"mrope_section={found!r:.80} has more pairs than a head; at most {_LARGEST_HEAD}")
+        if max(sizes) > LARGEST_HEAD:
+            self.checked.refuse(f"mrope_section={found!r:.80} has more pairs than a head; at most {LARGEST_HEAD}")
         named = ("mrope_interleaved", "interleaved")
         said = any(fields.get(name) is True for name in named for fields in (entry, self.fields))
         return {"sections": sizes, "interleaved": self.own.interleaved or (said and not self.own.known)}

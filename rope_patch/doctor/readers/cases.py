@@ -259,6 +259,12 @@ def base_of_longest(layer: Layer) -> Rotation:
     return grown_base(factor * factor - (factor - 1), layer.rotation)
 
 
+def theta_at_top(layer: Layer, name: str, default: float) -> float:
+    """theta under its name at the top of the config; the default where that is missing or no base."""
+    found = _value(layer.source.fields, name, default)
+    return found if found is not None and 1.0 < found <= 1e30 else default
+
+
 def _value(entry: Mapping[str, Any], name: str, default: float | None) -> float | None:
     found = entry.get(name)
     return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..entries import Spelling
+from ..entries import LARGEST_HEAD, Spelling
 from ..reader import Deviation, Layer, Reader
 from ..rotation import Rotation
 from .cases import all_of, always, is_type, model_in, new_words_alone, plain, refuse, taken_as, to, unless
@@ -18,7 +18,8 @@ def _head_of_hidden(layer: Layer) -> Rotation:
     """The whole of hidden_size / num_attention_heads, whatever head_dim and partial_rotary_factor are."""
     hidden, heads = (layer.source.fields.get(name) for name in ("hidden_size", "num_attention_heads"))
     width = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
-    return replace(layer.rotation, head_dim=width or layer.rotation.head_dim, partial=1.0)
+    width = width if 2 <= width <= LARGEST_HEAD else layer.rotation.head_dim
+    return replace(layer.rotation, head_dim=width, partial=1.0)
 
 
 DEEPSPEED = Reader(

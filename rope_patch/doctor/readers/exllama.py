@@ -25,6 +25,7 @@ from .cases import (
     plain,
     refuse,
     taken_as,
+    theta_at_top,
     to,
     two_lists,
     unless,
@@ -44,7 +45,7 @@ def _both_mscales(layer: Layer) -> bool:
 
 
 def _gemma3_full(layer: Layer) -> Rotation:
-    return replace(plain(layer), theta=float(layer.source.fields.get("rope_theta") or 1e6))
+    return replace(plain(layer), theta=theta_at_top(layer, "rope_theta", 1e6))
 
 
 def _without_l(layer: Layer) -> Rotation:

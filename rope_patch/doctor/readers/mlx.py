@@ -29,6 +29,7 @@ from .cases import (
     ratio,
     refuse,
     taken_as,
+    theta_at_top,
     to,
     two_lists,
     unless,
@@ -68,20 +69,19 @@ def _default_l(lengths: dict[str, int]) -> tuple[Deviation, ...]:
 
 def _gemma3_full(layer: Layer) -> Rotation:
     """Gemma 3's layers of full attention: theta at the top, and no parameters by layer type."""
-    theta = layer.source.fields.get("rope_theta") or 1e6
     scaling = layer.source.fields.get("rope_scaling") or {}
     own = isinstance(scaling, dict) and "full_attention" not in scaling and bool(scaling)
-    return replace(layer.rotation if own else plain(layer), theta=float(theta))
+    return replace(layer.rotation if own else plain(layer), theta=theta_at_top(layer, "rope_theta", 1e6))
 
 
 def _gemma3_sliding(layer: Layer) -> Rotation:
-    theta = layer.source.fields.get("rope_local_base_freq") or 1e4
-    return replace(plain(layer), theta=float(theta))
+    return replace(plain(layer), theta=theta_at_top(layer, "rope_local_base_freq", 1e4))
 
 
 def _other_pattern(layer: Layer) -> bool:
     """Layers of full attention that are not each sixth."""
-    kinds, pattern = layer.source.fields.get("layer_types"), layer.source.fields.get("sliding_window_pattern") or 6
+    kinds, pattern = layer.source.fields.get("layer_types"), layer.source.fields.get("sliding_window_pattern")
+    pattern = pattern if isinstance(pattern, int) and pattern else 6
     return isinstance(kinds, list) and any(
         kind == "full_attention" and (index + 1) % pattern for index, kind in enumerate(kinds)
     )

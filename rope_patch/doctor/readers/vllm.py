@@ -48,7 +48,7 @@ _by_class = any_of(_gpt_oss, _deepseek)
 def _names_differ(layer: Layer) -> bool:
     """`type` and `rope_type` that vLLM does not hold for the same."""
     old, new = layer.entry.get("type"), layer.entry.get("rope_type")
-    same = {("su", "longrope"), ("mrope", "default")}
+    same = (("su", "longrope"), ("mrope", "default"))
     return old is not None and new is not None and old != new and (old, new) not in same
 
 
@@ -56,14 +56,20 @@ def _integer_factor(layer: Layer) -> bool:
     return layer.rotation.rope_type == "linear" and isinstance(layer.entry.get("factor"), int)
 
 
+def _growth(layer: Layer) -> float:
+    """What `dynamic` multiplies in its base: k N / L - (k - 1), with N = max_position_embeddings and L =
+    max_trained_positions, which is N if it is missing.
+    """
+    rotation, trained = layer.rotation, float(layer.entry.get("max_trained_positions") or layer.rotation.longest)
+    return rotation.factor * rotation.longest / trained - (rotation.factor - 1)
+
+
 def _one_base(layer: Layer) -> Rotation:
-    """The base by max_position_embeddings and max_trained_positions, which are the same if the second is missing."""
-    rotation, trained = layer.rotation, layer.entry.get("max_trained_positions") or layer.rotation.longest
-    return grown_base(rotation.factor * rotation.longest / trained - (rotation.factor - 1), rotation)
+    return grown_base(_growth(layer), layer.rotation)
 
 
 def _own_width(layer: Layer) -> Rotation:
-    return replace(layer.rotation, partial=layer.entry["rope_dim"] / layer.rotation.head_dim)
+    return replace(layer.rotation, partial=min(float(layer.entry["rope_dim"]) / layer.rotation.head_dim, 1.0))
 
 
 VLLM = Reader(
@@ -190,6 +196,14 @@ VLLM = Reader(
             to(factor=1.0),
             f"{_ROPE}/gemma4_rope.py",
             EXPORT_LISTS.replace("{key}", "vllm"),
+        ),
+        Deviation(
+            "does not start with dynamic whose max_trained_positions leave no base (a negative number to a power)",
+            all_of(is_type("dynamic"), lambda layer: _growth(layer) <= 0),
+            refuse,
+            f"{_ROPE}/dynamic_ntk_scaling_rope.py",
+            "write max_trained_positions, at most the length that the checkpoint was trained on",
+            silent=False,
         ),
         Deviation(
             "uses one base for all texts, by max_trained_positions: the checkpoint's own where that is missing",
