@@ -27,7 +27,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rope_patch.cli.options import Amount, Count, Length, Measured, is_main, print_json, run, say
+from rope_patch.cli.options import (
+    Amount,
+    Count,
+    Folder,
+    Length,
+    Measured,
+    is_main,
+    print_json,
+    run,
+    say,
+)
 from rope_patch.errors import EvaluationError
 
 STARTS = ("pi", "ntk", "yarn", "mrrope")
@@ -53,12 +63,12 @@ class Options(Measured):
     generations: int = 40  # number of generations at most
     population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
     protocol: Literal["repeat", "far", "last"] = "repeat"  # score what needs far context, or ordinary text
-    targets: Count = None  # number of scored tokens in each window; without it, the protocol's own
-    documents: Count = None  # number of documents in each half, drawn at random; without it, all
-    windows_per_document: Count = None  # windows scored in each document; without it, the protocol's own
-    attention_factor: Amount = None  # factor on cos and sin at all lengths; without it, YaRN's 0.1 ln k + 1; 1 is none
+    targets: Count = None  # number of scored tokens in each window (default: the protocol's own)
+    documents: Count = None  # number of documents in each half, drawn at random (default: all)
+    windows_per_document: Count = None  # windows scored in each document (default: the protocol's own)
+    attention_factor: Amount = None  # factor on cos and sin at all lengths; 1 is none (default: YaRN's 0.1 ln k + 1)
     candidates_per_forward: int = 1  # lists that share a forward; more are faster only on a GPU
-    output: str = "runs/search"  # folder for search.jsonl, search.png, scheme.txt and scheme-short.txt
+    output: Folder = "runs/search"  # folder for search.jsonl, search.png, scheme.txt and scheme-short.txt
 
 
 def main(options: Options) -> None:

@@ -23,7 +23,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, get_type_hints
 
-from rope_patch.cli.options import Amount, Count, Length, Measured, Names, Text, is_main, print_json, run, say
+from rope_patch.cli.options import (
+    Amount,
+    Count,
+    Folder,
+    Length,
+    Measured,
+    Names,
+    OptionalName,
+    is_main,
+    print_json,
+    run,
+    say,
+)
 
 CONTENDERS = 3  # how many of the best schemes go on to the next round
 SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
@@ -45,11 +57,12 @@ class Options(Measured):
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     budget_measurements: Count = None  # limit of new measurements, each of one candidate at one length
     protocol: Literal["last", "repeat", "far"] = "last"  # ordinary text, or tokens that need what is far back
-    targets: Count = None  # number of scored tokens in each window; without it, L, at most 4096
-    documents: Count = None  # number of documents in each half, drawn at random; without it, all
-    windows_per_document: Count = None  # windows scored in each document; without it, enough for 16 in each half
-    serve: Text = None  # try only schemes for this server: vllm, llama.cpp, or config (any that reads rope_parameters)
-    output: str = "runs/sweep"  # folder for sweep.jsonl and sweep.png
+    targets: Count = None  # number of scored tokens in each window (default: L, at most 4096)
+    documents: Count = None  # number of documents in each half, drawn at random (default: all)
+    windows_per_document: Count = None  # windows scored in each document (default: enough for 16 in each half)
+    # try only schemes for this server: vllm, llama.cpp, or config (any that reads rope_parameters)
+    serve: OptionalName = None
+    output: Folder = "runs/sweep"  # folder for sweep.jsonl and sweep.png
     dry_run: bool = False  # show what would be tried and measure nothing
 
 

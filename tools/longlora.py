@@ -28,7 +28,7 @@ from rope_patch.cli.options import Lengths, Measured, Names, Numbers, print_json
 class Options(Measured):
     """What is trained, how long, and where the results go."""
 
-    eval_text: str | None = None  # text to measure on; without it, held-out modules of the standard library
+    eval_text: str | None = None  # text to measure on (default: held-out modules of the standard library)
     scheme: str = "pi:target=auto"  # auto means the length
     length: int = 1024  # tokens of a training row
     lengths: Lengths = (256, 1024)  # that are measured
