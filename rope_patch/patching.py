@@ -31,7 +31,7 @@ from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.mounting.plan import Mount, install, plan_mounts
 from rope_patch.mounting.registration import own_attention
 from rope_patch.mounting.saved import Notice, install_saving
-from rope_patch.mounting.scheme_warnings import scheme_warning
+from rope_patch.mounting.scheme_warnings import scaled_in_vain, scheme_warning
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import spelled
@@ -45,6 +45,7 @@ def patch(
     mount: Mount = "auto",
     attention: AttentionMode = "auto",
     replace: bool = False,
+    allow_untrained: bool = False,
     **fields: Any,
 ) -> PatchHandle:
     """Let a loaded model use another position scheme. Nothing but this model object changes.
@@ -61,6 +62,8 @@ def patch(
             the reason. The environment variable `ROPE_PATCH_ATTENTION` stands in for `"auto"`. `explain` shows what is
             taken.
         replace: take off the scheme that the model carries, with its learned parameters, and put this one in its place.
+        allow_untrained: accept a scheme that scales a rotation (`yarn`, `pi`, `ntk` ...) where the model was trained
+            with a bias instead, as T5 was: you are about to train it.
         **fields: the scheme's fields, with exactly one name. `target`, a length in tokens or a multiple of the length
             that the model reads today (`"4x"`), may stand beside several: it fills the fields that are left open, so
             that the scheme reaches that length on this model. `"auto"` fills those that follow from the model alone.
@@ -71,7 +74,7 @@ def patch(
 
     Raises:
         UnknownScheme, InvalidField, SlotConflict: the scheme is not right.
-        UnsupportedModel: the model has no seam for it.
+        UnsupportedModel: the model has no seam for it, or no rotation that it could scale.
         NothingToPatch: no layer would change.
         AlreadyPatched: the model carries another scheme, and `replace` is false.
 
@@ -94,8 +97,17 @@ def patch(
             return same
         if replace and find_handle(model) is not None:
             with _taken_off(model):
-                return patch(model, scheme, mount=mount, attention=attention)
+                return patch(model, scheme, mount=mount, attention=attention, allow_untrained=allow_untrained)
         scheme, mounted = _planned(model, scheme, mount, Record.find(model))
+        if not allow_untrained and (lost := scaled_in_vain(mounted)):
+            typed = spelled(scheme)
+            raise UnsupportedModel(
+                f"{typed} scales a rotation, and {type(model).__name__} has none: it was trained with {lost}, and "
+                "without "
+                "that its answers are noise until it is trained again. Schemes that keep what it has: 't5' with "
+                "interpolation=4 for T5's buckets, 'logn', 'window'. To train it under this one, write "
+                f"patch(model, {typed!r}, allow_untrained=True)"
+            )
         if warning := scheme_warning(scheme, mounted):
             warn(warning, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)

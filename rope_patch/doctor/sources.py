@@ -101,7 +101,9 @@ def _of_folder(folder: Path) -> Source:
         for place in (Path(str(base)), folder / str(base)) if base else ():
             if (place / "config.json").is_file():
                 source = _of_json(place / "config.json")
-                return replace(source, whole=source.whole | {RECORD: settings.get(RECORD, source.record)})
+                beside = folder / f"{RECORD}.json"  # older adapters have the record in their settings
+                recorded = (_parsed(beside) if beside.is_file() else settings).get(RECORD, source.record)
+                return replace(source, whole=source.whole | {RECORD: recorded})
         raise Unreadable(
             f"{folder} has adapters of {base!r:.200}, which is no folder here; pass the folder of the base"
         )

@@ -36,6 +36,7 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.ntk import AdjustedBase
 from rope_patch.schemes.per_layer import PerLayer
+from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.registry import scheme_class
 from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.rotary import periods
@@ -110,28 +111,34 @@ def export_rope_parameters(
         longest = getattr(config, "max_position_embeddings", None)
         if parameters.get("rope_type") == "dynamic" and longest != spec.training_length:
             raise NotExpressible(
-                f"{scheme} grows from the training length of {spec.training_length}; `dynamic` of Transformers grows "
+                f"{spelled(scheme)} grows from the training length of {spec.training_length}; `dynamic` of "
+                "Transformers grows "
                 f"from max_position_embeddings={longest}"
             )
         if as_lists is None and is_share and not chosen.chooses_pairs:
             if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _SHARE_TYPES:
                 raise NotExpressible(
-                    f"{scheme}: this checkpoint rotates only {share} of its pairs, which Transformers cannot combine "
+                    f"{spelled(scheme)}: this checkpoint rotates only {share} of its pairs, which Transformers "
+                    "cannot combine "
                     f"with the rope_type {parameters['rope_type']!r}"
                 )
             parameters["rope_type"] = "proportional"
         elif not is_share and "partial_rotary_factor" in parameters and share != 1:
             raise NotExpressible(
-                f"{scheme} is a share of the whole head in Transformers, but this checkpoint rotates only {share} of it"
+                f"{spelled(scheme)} is a share of the whole head in Transformers, but this checkpoint rotates only "
+                f"{share} of it"
             )
         if layer_type is not None and parameters.get("truncate") is False:
             raise NotExpressible(
-                f"{scheme}: Transformers ignores truncate=False in rope_parameters nested by layer type, as in "
+                f"{spelled(scheme)}: Transformers ignores truncate=False in rope_parameters nested by layer type, as "
+                "in "
                 f"{type(config).__name__}"
             )
         parameters = unscaled | parameters
         if getattr(config, "layer_rope_theta", None) and parameters["rope_theta"] != entry["rope_theta"]:
-            raise NotExpressible(f"{scheme}: {type(config).__name__} has a rope_theta of its own for each layer")
+            raise NotExpressible(
+                f"{spelled(scheme)}: {type(config).__name__} has a rope_theta of its own for each layer"
+            )
         if layer_type is None:
             exported = parameters
         else:
@@ -165,7 +172,7 @@ def equal_lists(
         scheme = Compose(native, scheme)
     untrained = scheme.learned_frequencies and not weights
     if scheme.slots != {"frequencies"} or scheme.length_dependent or untrained or scheme.decays:
-        raise NotExpressible(f"{scheme}: lists of factors are static frequencies, and nothing else")
+        raise NotExpressible(f"{spelled(scheme)}: lists of factors are static frequencies, and nothing else")
     frequencies = scheme.frequencies_on(rotary, weights=weights)
     period, inv_freq = periods(rotary.dim, rotary.base), frequencies.inv_freq
     factors = 1 / (inv_freq.double() * period.double())
@@ -292,7 +299,7 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
         here = {schemes[index] for index, kind in enumerate(kinds) if rotates_by(kind, layer_type)}
         if len(here) > 1:
             raise NotExpressible(
-                f"{scheme}: {type(config).__name__} has one entry of rope_parameters for "
+                f"{spelled(scheme)}: {type(config).__name__} has one entry of rope_parameters for "
                 f"{'all layers' if layer_type is None else f'layers of the type {layer_type}'}, which differ here"
             )
         by_type |= {layer_type: chosen for chosen in here if chosen is not None}  # noqa: B035 - one at most

@@ -17,6 +17,7 @@ from rope_patch.models.probe import device_of, dtype_of
 from rope_patch.models.rounding import is_half
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.schemes.tools.tables import require_room
 
@@ -136,7 +137,8 @@ def install_parameters(
     own = tuple(name for name in names if name not in scheme.shared)
     if shared and hasattr(stack.module, NAME):
         raise SlotConflict(
-            f"{scheme} learns {', '.join(shared)} for all its layers, but other layers already share parameters; use "
+            f"{spelled(scheme)} learns {', '.join(shared)} for all its layers, but other layers already share "
+            "parameters; use "
             "one scheme for all of them, or schemes with separate parameters per layer"
         )
     precise = Precise(scheme.precise)

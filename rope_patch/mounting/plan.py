@@ -34,6 +34,7 @@ from rope_patch.mounting.stack_positions import CountTokens, pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.positions import Identity
@@ -116,7 +117,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
     """
     if stack.absolute is not None:
         raise UnsupportedModel(
-            f"{type(stack.module).__name__} adds positions to its input, not in layers; {scheme} needs layers"
+            f"{type(stack.module).__name__} adds positions to its input, not in layers; {spelled(scheme)} needs layers"
         )
     schemes = scheme.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
     groups: dict[tuple[Scheme, bool], list[AttentionLayer]] = {}
@@ -140,7 +141,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
         part = dataclasses.replace(stack, layers=tuple(layers), others=others)
         _check_fit(chosen, part)
         if "embedding" in chosen.slots:
-            raise InvalidField(f"{scheme}: {chosen} adds positions to the input, which all layers share")
+            raise InvalidField(f"{spelled(scheme)}: {chosen} adds positions to the input, which all layers share")
         indices = tuple(layer.index for layer in layers)
         plans.append((part, _plan_layers(chosen, part, mount, {}) if rotates else Plan(chosen, late=indices)))
     plan = Plan(
@@ -165,7 +166,7 @@ def _without_rotation(scheme: Scheme) -> Scheme | None:
 def _check_change(scheme: Scheme, stack: Stack, left_alone: dict[int, str]) -> None:
     if len(left_alone) == len(stack.layers):
         reasons = "; ".join(sorted(set(left_alone.values())))
-        raise NothingToPatch(f"{scheme} would change no layer of {type(stack.module).__name__}: {reasons}")
+        raise NothingToPatch(f"{spelled(scheme)} would change no layer of {type(stack.module).__name__}: {reasons}")
 
 
 def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[int, str]) -> Plan:
@@ -251,31 +252,36 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     family, heads = type(stack.module).__name__, stack.checkpoint.num_heads
     if stack.absolute is not None and not (scheme.slots == {"embedding"} and scheme.is_table):
         raise UnsupportedModel(
-            f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, but only "
+            f"{family} adds learned positions to its input; {spelled(scheme)} fills "
+            f"{', '.join(sorted(scheme.slots))}, but only "
             "the rows of that table can be replaced; 'hierarchical' does, and reaches L^2 tokens"
         )
     if "embedding" in scheme.slots and not scheme.every_block:
         accepted = inspect.signature(stack.module.forward).parameters
         if "inputs_embeds" not in accepted or "per_layer_inputs" in accepted:
-            raise UnsupportedModel(f"{family} does not read vectors instead of tokens, as {scheme} needs")
+            raise UnsupportedModel(f"{family} does not read vectors instead of tokens, as {spelled(scheme)} needs")
     if stack.rotary and stack.native is None and scheme.frequency_owner is not None:
         kind = entry_of(stack.config.rope_parameters).get("rope_type")
         raise UnsupportedModel(
-            f"{family}: rope_type={kind!r} is not known here, so {scheme} cannot be derived from it; use a scheme "
+            f"{family}: rope_type={kind!r} is not known here, so {spelled(scheme)} cannot be derived from it; use a "
+            "scheme "
             "without its own frequencies, which keeps the model's"
         )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates(scheme):
         sizes = "; ".join(f"{len(each.inv_freq)} pairs of {each.layer_type or 'all layers'}" for each in undeclared)
         raise UnsupportedModel(
-            f"{family} rotates with other frequencies than its config describes ({sizes}), so {scheme} cannot be "
+            f"{family} rotates with other frequencies than its config describes ({sizes}), so {spelled(scheme)} "
+            "cannot be "
             "derived from it; use a scheme without its own frequencies, which keeps the model's"
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
-        raise UnsupportedModel(f"{family} sees both directions, but {scheme} is undefined for keys after the query")
+        raise UnsupportedModel(
+            f"{family} sees both directions, but {spelled(scheme)} is undefined for keys after the query"
+        )
     if scheme.by_head and (other := next((each for each in stack.layers if each.heads.num != heads), None)):
         raise UnsupportedModel(
-            f"{family}: {other.name} has {other.heads.num} heads, but {scheme} has factors for {heads} heads"
+            f"{family}: {other.name} has {other.heads.num} heads, but {spelled(scheme)} has factors for {heads} heads"
         )
     by_head = scheme.by_head or scheme.brings_bias or "values" in scheme.slots
     by_head = by_head or (scheme.learns and scheme.slots != {"embedding"})
@@ -283,7 +289,8 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     meshes = {mesh for weight in weights if (mesh := getattr(weight, "device_mesh", None)) is not None}
     if any("tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1 for mesh in meshes):
         raise UnsupportedModel(
-            f"{family} is under tensor parallelism, so each process has some of the heads, but {scheme} has values, "
+            f"{family} is under tensor parallelism, so each process has some of the heads, but {spelled(scheme)} has "
+            "values, "
             "factors or learned parameters of all of them; use data or context parallelism"
         )
 
@@ -327,7 +334,7 @@ def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer
     if native is None or natives:
         raise UnsupportedModel(
             f"{type(stack.module).__name__} has layers with different rope_parameters, or with an unknown rope_type; "
-            f"list the scheme whose frequencies {scheme} should refine"
+            f"list the scheme whose frequencies {spelled(scheme)} should refine"
         )
     return scheme if native == RoPE() else Compose(native.resolve(stack.checkpoint), scheme)
 

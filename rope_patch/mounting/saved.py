@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import warn
+from rope_patch.models.adapter_record import renew_checksum, write_adapter_record
 from rope_patch.models.record import RECORD, Record
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
-
-ADAPTERS = "adapter_config.json"  # the config of PEFT's adapters
+from rope_patch.schemes.reach import spelled
 
 OF_PROMPTS = "learned prompts in front of a patched model"
 """Beginning of the warning that PEFT saves learned prompts without the scheme."""
@@ -79,7 +79,8 @@ class SaveModel:
             holder = holder._before
 
     def _record(self, folder: Path) -> None:
-        """The config of the model has the record."""
+        """The config of the model has the record; that of adapters was written before their weights."""
+        renew_checksum(folder)
 
     def _lost(self, folder: str) -> str:
         """The positions that a reader of the folder will miss, as a sentence; empty if nothing."""
@@ -110,17 +111,14 @@ class SaveAdapters(SaveModel):
 
     def _record(self, folder: Path) -> None:
         if self._is_recorded:
-            file = folder / ADAPTERS
-            settings = json.loads(file.read_text(encoding="utf-8"))
-            Record(self.notice.record.scheme).write(settings)
-            file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+            write_adapter_record(folder, self.notice.record.scheme)
 
     def _lost(self, folder: str) -> str:
         if not self._is_recorded:
             return _part_warning(self.notice, folder)
         if self._drops:
             scheme = self.notice.record.scheme
-            return f"{folder} lacks what {scheme} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
+            return f"{folder} lacks what {spelled(scheme)} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
         base = Path(self.owner.base_model_name_or_path or "", CONFIG_NAME)
         beneath = Record.read(json.loads(base.read_text(encoding="utf-8"))) if base.is_file() else None
         if self.notice.is_stated and beneath is not None and beneath.scheme == self.notice.record.scheme:
@@ -148,7 +146,8 @@ class AdapterHook:
             self.notice.warned.add(AdapterHook)
             scheme = self.notice.record.scheme
             warn(
-                f"{OF_PROMPTS} are saved without {scheme}; rope_patch.save_pretrained(model, FOLDER) records it",
+                f"{OF_PROMPTS} are saved without {spelled(scheme)}; rope_patch.save_pretrained(model, FOLDER) "
+                "records it",
                 stacklevel=2,
             )
 
@@ -192,4 +191,4 @@ def _is_recorded(model: PreTrainedModel) -> bool:
 
 def _part_warning(notice: Notice, folder: str) -> str:
     scheme = notice.record.scheme
-    return f"{folder} does not record {scheme}, which only a part of the model carries: patch that part again"
+    return f"{folder} does not record {spelled(scheme)}, which only a part of the model carries: patch that part again"

@@ -12,8 +12,8 @@ from rope_patch.models.base import Stack
 from rope_patch.models.rounding import rounding_sentence
 from rope_patch.mounting.plan import Plan
 from rope_patch.schemes.base import Scheme
-from rope_patch.schemes.reach import shortened
-from rope_patch.schemes.rope import NoPE
+from rope_patch.schemes.reach import shortened, spelled
+from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.slots import Region
 
 _SAMPLES = 1025
@@ -34,7 +34,7 @@ def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]])
     groups = _by_scheme(mounted)
     longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)
     if changes_nothing(mounted, longest):  # a scheme for longer texts acts within them
-        return f"{scheme} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
+        return f"{spelled(scheme)} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
     if shorter := next(filter(None, (shortened(plan.scheme, stack.checkpoint) for stack, plan in groups)), ""):
         return shorter
     if lost := next(filter(None, (lost_positions(stack, plan.scheme) for stack, plan in groups)), ""):
@@ -44,6 +44,18 @@ def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]])
         foreign = (part for part in plan.scheme.parts() if part.regime == "from-scratch" and part not in own)
         if not all(part.learns for part in foreign):
             return f"{names} is for training from scratch: a pretrained model needs training under {names}"
+    return ""
+
+
+def scaled_in_vain(mounted: Sequence[tuple[Stack, Plan]]) -> str:
+    """What a model was trained with instead of a rotation, where it would be replaced by a rotation that a scheme for
+    pretrained ones scales; empty elsewhere. The parts of the model are `mounted` as in `scheme_warning`.
+    """
+    for stack, plan in _by_scheme(mounted):
+        rotations = [part for part in plan.scheme.parts() if "frequencies" in part.slots]
+        scales = any(part.regime != "from-scratch" and type(part) is not RoPE for part in rotations)
+        if scales and not stack.rotary and stack.absolute is None and (lost := lost_positions(stack, plan.scheme)):
+            return lost.replace("the", "a", 1)
     return ""
 
 

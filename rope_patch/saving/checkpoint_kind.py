@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers.utils import CONFIG_NAME, cached_file
 
 from rope_patch.errors import InvalidField, NoCheckpoint, NotExpressible
-from rope_patch.mounting.saved import ADAPTERS
+from rope_patch.models.adapter_record import ADAPTERS
 
 Kind = Literal["model", "adapters", "gguf", "hub"]
 

@@ -40,10 +40,10 @@ from rope_patch.errors import (
     warn,
 )
 from rope_patch.models import t5
+from rope_patch.models.adapter_record import ADAPTER_RECORD, ADAPTER_WEIGHTS, ADAPTERS, check_belongs
 from rope_patch.models.baichuan import register_baichuan
 from rope_patch.models.config import length_today, wrong_field
 from rope_patch.models.record import RECORD, Record, forget_record
-from rope_patch.mounting.saved import ADAPTERS
 from rope_patch.patching import find_handle, mount_record, mount_scheme, patch, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
 from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
@@ -225,8 +225,7 @@ def _with_adapters(
     require("peft", f"{path}, a folder of adapters,", "finetune")
     from peft import PeftModel
 
-    settings = read_json(adapters)
-    check_adapter(settings, adapters)
+    settings = _settings_of(path, adapters, location)
     base = _base_in(settings, adapters)
     if adapters in above:
         raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
@@ -256,9 +255,25 @@ def follow_adapters(model: nn.Module, path: str, **location: Any) -> None:
     if (file := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is None:
         raise NoCheckpoint(f"there are no adapters {path!r}: it has no {ADAPTERS}")
     adapters = Path(file)
+    settings = _settings_of(path, adapters, location)
+    _follow(model, _recorded(settings, _config_beside(path, location), adapters))
+
+
+def _settings_of(path: str | Path, adapters: Path, location: dict[str, Any]) -> dict[str, Any]:
+    """The settings of adapters, with the record of their scheme: from the file beside them, or in the settings of older
+    ones.
+
+    Raises:
+        InvalidField: they would run code, or the record belongs to other weights.
+    """
     settings = read_json(adapters)
     check_adapter(settings, adapters)
-    _follow(model, _recorded(settings, _config_beside(path, location), adapters))
+    if (file := cached_file(path, ADAPTER_RECORD, **OPTIONAL, **location)) is None:
+        return settings
+    beside, found = read_json(Path(file)), (cached_file(path, name, **OPTIONAL, **location) for name in ADAPTER_WEIGHTS)
+    weights = next(filter(None, found), None)
+    check_belongs(beside, Path(file), Path(weights) if weights else None)
+    return {**settings, RECORD: beside.get(RECORD)}
 
 
 def base_of(folder: str) -> str:
@@ -411,7 +426,7 @@ def as_folder(path: str) -> Iterator[str]:
 
 @contextmanager
 def quiet_adapters() -> Iterator[None]:
-    """Suppress PEFT's warning that it does not know the record of a scheme in the settings of adapters."""
+    """Suppress PEFT's warning about the record of a scheme in the settings of older adapters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{RECORD}'\]")
         yield

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import InvalidField, UnsupportedModel
+from rope_patch.models.adapter_record import ADAPTERS, write_adapter_record
 from rope_patch.models.find_stacks import find_stacks
 from rope_patch.models.record import Record
-from rope_patch.mounting.saved import ADAPTERS, OF_PROMPTS
+from rope_patch.mounting.saved import OF_PROMPTS
 from rope_patch.patching import PatchHandle, find_handles, loaded
 
 
@@ -54,9 +55,12 @@ def save_pretrained(model: nn.Module | PatchHandle, folder: str | Path, **kwargs
         inner.save_pretrained(folder, **kwargs)
     if record is not None and kwargs.get("is_main_process", True):
         for file in _settings_in(Path(folder), inner, kwargs):
+            if file.name == ADAPTERS:
+                write_adapter_record(file.parent, record.scheme)
+                continue
             fields = json.loads(file.read_text(encoding="utf-8"))
             if Record.read(fields) is None:
-                (record if file.name == CONFIG_NAME else Record(record.scheme)).write(fields)
+                record.write(fields)
                 file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

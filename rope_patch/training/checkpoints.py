@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from rope_patch.errors import EvaluationError, RopePatchError
 from rope_patch.json_files import check_types, read_settings
-from rope_patch.mounting.saved import ADAPTERS
+from rope_patch.models.adapter_record import ADAPTERS
 from rope_patch.saving.checkpoint_kind import read_json
 from rope_patch.saving.own_files import check_weights
 from rope_patch.saving.trust import check_adapter
