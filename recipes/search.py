@@ -76,6 +76,14 @@ def main(options: Options) -> None:
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import halves
     from rope_patch.errors import MissingPackage
+    from rope_patch.evaluation.budget import (
+        Part,
+        documents_before,
+        fewer_documents,
+        halves_within,
+        seconds_of_a_line,
+        seconds_per_token,
+    )
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
     from rope_patch.evaluation.row import Rows
@@ -112,13 +120,32 @@ def main(options: Options) -> None:
         model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
     pop_scheme(model, say)
     measured, name = MeasuredModel(model), options.model or "tiny-llama"
-    choosing, confirming = halves(corpus, tokenizer, target + 1, options.documents, options.seed)
-    choice = replace(plan, tokenizer=tokenizer, corpus=choosing).resolve(measured, [target])
-    each = math.ceil(CONFIRMING / len(confirming))
-    other = replace(plan, tokenizer=tokenizer, corpus=confirming, windows_per_document=each)
-    ordinary = replace(other, protocol="last", targets=None)
     lengths = [trained, target]
-    tests = {one.protocol: one.resolve(measured, lengths) for one in (ordinary, other)}
+
+    def both_halves(documents: int | None) -> tuple[Any, dict[str, Any]]:
+        choosing, confirming = halves(corpus, tokenizer, target + 1, documents, options.seed)
+        each = math.ceil(CONFIRMING / len(confirming))
+        other = replace(plan, tokenizer=tokenizer, corpus=confirming, windows_per_document=each)
+        ordinary = replace(other, protocol="last", targets=None)
+        choice = replace(plan, tokenizer=tokenizer, corpus=choosing).resolve(measured, [target])
+        return choice, {one.protocol: one.resolve(measured, lengths) for one in (ordinary, other)}
+
+    documents = options.documents
+    if options.budget_minutes and documents is None:
+        documents = documents_before(rows.rows, target, lambda number: both_halves(number)[0])
+    choice, tests = both_halves(documents)
+    if options.budget_minutes and documents == options.documents:
+        rates = seconds_per_token(model, tests["last"], lengths)
+
+        def parts_of(both: tuple[Any, dict[str, Any]]) -> list[Part]:
+            starts = Part(seconds_of_a_line(rates, both[0], [target]), len(STARTS), len(STARTS) + options.population)
+            lines = {name: len(test.references) + len(COMPARED) + 1 for name, test in both[1].items()}
+            others = [Part(seconds_of_a_line(rates, both[1][name], lengths), *[lines[name]] * 2) for name in lines]
+            return [starts, *others]
+
+        left = options.budget_minutes - (time.monotonic() - began) / 60
+        numbers = fewer_documents(choice.selection.documents, chosen=documents is not None)
+        choice, tests = halves_within(left, numbers, both_halves, parts_of, say)
 
     # YaRN and others on the half that does not choose; then the starts
     stack = measured.stacks[0]

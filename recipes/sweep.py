@@ -40,6 +40,7 @@ from rope_patch.cli.options import (
 CONTENDERS = 3  # how many of the best schemes go on to the next round
 SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
 TIE = 0.001  # nats at the target by which a line may be worse and still be preferred, if it is better over all lengths
+WORTHWHILE = 12  # lines of a sweep that a budget should reach
 ROUNDS = (
     "the best guess of every scheme",
     f"log-n on top of the {CONTENDERS} best schemes",
@@ -72,6 +73,14 @@ def main(options: Options) -> None:
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import halves
     from rope_patch.errors import RopePatchError, counted
+    from rope_patch.evaluation.budget import (
+        Part,
+        documents_before,
+        fewer_documents,
+        halves_within,
+        seconds_of_a_line,
+        seconds_per_token,
+    )
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
     from rope_patch.evaluation.row import Rows, by_line
@@ -121,10 +130,28 @@ def main(options: Options) -> None:
         model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
     learned = pop_scheme(model, say)
     say(f"trying {counted(len(swept), 'scheme')} at {', '.join(map(str, lengths))} tokens, best guesses first")
-    choosing, confirming = (
-        replace(plan, tokenizer=tokenizer, corpus=half).resolve(MeasuredModel(model), lengths)
-        for half in halves(corpus, tokenizer, lengths[-1] + 1, options.documents, options.seed)
-    )
+
+    def both_halves(documents: int | None) -> list[Any]:
+        parts = halves(corpus, tokenizer, lengths[-1] + 1, documents, options.seed)
+        return [
+            replace(plan, tokenizer=tokenizer, corpus=half).resolve(MeasuredModel(model), lengths) for half in parts
+        ]
+
+    documents = options.documents
+    if options.budget_minutes and documents is None:
+        documents = documents_before(results.rows, lengths[-1], lambda number: both_halves(number)[0])
+    choosing, confirming = both_halves(documents)
+    if options.budget_minutes and documents == options.documents:  # a budget of 0 measures the references alone
+        rates, always = seconds_per_token(model, choosing, lengths), len(references) + 1  # with a first candidate
+
+        def parts_of(both: Sequence[Any]) -> list[Part]:
+            two = [lengths[0], lengths[-1]]
+            confirmed = Part(seconds_of_a_line(rates, both[1], two), always, always)
+            return [Part(seconds_of_a_line(rates, both[0], lengths), always, always + WORTHWHILE), confirmed]
+
+        left = options.budget_minutes - (time.monotonic() - began) / 60
+        numbers = fewer_documents(choosing.selection.documents, chosen=documents is not None)
+        choosing, confirming = halves_within(left, numbers, both_halves, parts_of, say)
     settings = {"rows": results, "name": options.model or "tiny-llama", "trained": learned}
     measured = partial(run_task, model, choosing, lengths=lengths, **settings)
     confirmed = partial(run_task, model, confirming, lengths=[lengths[0], lengths[-1]], **settings)

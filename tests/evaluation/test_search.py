@@ -228,9 +228,10 @@ def test_what_was_found_is_exported_and_keeps_the_plain_checkpoint_up_to_l(
     checkpoint, text, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # no picture
-    words = spelled(checkpoint, text, tmp_path / "out", "--attention-factor", "1", "--budget-minutes", "0.001")
+    monkeypatch.setattr(recipe, "is_over", lambda budget, seconds: budget is not None)
+    words = spelled(checkpoint, text, tmp_path / "out", "--attention-factor", "1", "--budget-minutes", "60")
     found, said = searched(capsys, words)
-    assert found["stopped"] == "the budget of 0.001 minutes was used up in generation 1"
+    assert found["stopped"] == "the budget of 60 minutes was used up in generation 1"
     assert found["lists"] == 3  # the starts are always measured
     spec = (tmp_path / "out" / "scheme.txt").read_text().strip()
     assert " " not in spec  # it is one word of a next command
