@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rope_patch.cli.options import Measured, parse
-from rope_patch.cli.report import conclude, spelled
+from rope_patch.cli import load
+from rope_patch.cli.options import Measured, in_tokens, parse
+from rope_patch.cli.report import conclude, next_command, spelled
 from rope_patch.evaluation.scheme_specs import scheme_at
 from rope_patch.evaluation.tables import Grid
 from rope_patch.evaluation.verdict import compare, copies, of_answers, of_losses, of_training, reference_of
@@ -224,10 +225,36 @@ def test_a_checkpoint_that_answers_nothing_is_named():
 # --- the next command -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("ran", "scheme", "following"),
+    [
+        ("--lengths 1x,512", "pi", "perplexity --protocol repeat"),
+        ("--lengths 256,512 --protocol last", "pi", "perplexity --protocol repeat"),
+        ("--lengths 512", "pi", "perplexity --protocol last"),
+        ("--lengths 1x,512 --targets 8", "pi", "perplexity --protocol last"),
+        ("--lengths 1x,512", "yarn", "perplexity --protocol last"),
+        ("--lengths 1x,512 --protocol repeat", "pi", "perplexity --protocol last"),
+    ],
+)
+def test_the_next_command_is_not_the_one_just_run(ran, scheme, following):
+    options = in_tokens(parse(load("perplexity").Options, [*ran.split(), "--scheme", "pi", "--device", "cpu"]))
+    found = next_command(f"perplexity --protocol last --lengths 1x,512 --scheme {scheme}", options)
+    assert found == f"rope-patch {following} --lengths 1x,512 --scheme {scheme} --device cpu"
+
+
+def test_the_next_command_after_a_copy_hides_spans():
+    words = "--protocol repeat --lengths 1x,512 --scheme pi"
+    options = in_tokens(parse(load("perplexity").Options, words.split()))
+    found = next_command(f"perplexity {words}", options)
+    assert found == "rope-patch passkey --task spans --lengths 1x,512 --scheme pi"
+
+
 def test_the_next_command_names_the_same_model_and_text(capsys):
     options = Measured(model="my models/x", text="book.txt", json=True)
     words = "rope-patch passkey --scheme 'rerope' --model 'my models/x' --text book.txt".replace("'rerope'", "rerope")
     assert spelled("passkey --scheme rerope", options) == words
+    on_a_gpu = Measured(device="cuda", dtype="bfloat16", seed=3)
+    assert spelled("passkey", on_a_gpu) == "rope-patch passkey --dtype bfloat16 --device cuda --seed 3"
     assert spelled("perplexity --model other", options) == "rope-patch perplexity --model other --text book.txt"
     verdict = of_losses(measured(FREE))
     conclude(verdict, options)
