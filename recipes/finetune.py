@@ -40,7 +40,7 @@ from rope_patch.cli.options import (
     say,
 )
 from rope_patch.cli.report import report
-from rope_patch.errors import CorpusError, EvaluationError
+from rope_patch.errors import CorpusError, EvaluationError, counted
 from rope_patch.json_files import read_settings
 
 
@@ -112,7 +112,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.scheme_specs import REFERENCES, with_references
     from rope_patch.evaluation.verdict import of_training
-    from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
+    from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers, trained_length
     from rope_patch.training.callbacks import completed
     from rope_patch.training.checkpoints import alone_in, claim
 
@@ -135,6 +135,7 @@ def main(options: Options) -> None:
             claim(output, {**settings, "measured on": f"{text} ({digest})"})  # held-out text is never trained on later
             measurements, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
         say(f"perplexity is measured on {text}")
+        say(cost_of(options, trained_length(options.model or default_checkpoint())))
         scored = ("targets", "documents", "windows_per_document", "seed")
         measured = {name: getattr(options, name) for name in scored} | {"name": options.model or "tiny-llama"}
         measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements, "start": False}
@@ -144,6 +145,25 @@ def main(options: Options) -> None:
             rows = completed([row for row in points.rows if row.line in (*REFERENCES, *options.schemes)])
             verdict = of_training(rows, partial(folder_of, options))
             report(rows, options, points.path, verdict, title="Before and after fine-tuning")
+
+
+def cost_of(options: Options, trained: int) -> str:
+    """How many tokens the training of each scheme reads, as a sentence.
+
+    Args:
+        trained: L in tokens, of which rows consist whose positions skip.
+    """
+    tokens = row_length_of(options, trained)
+    every = f" for each of {len(options.schemes)} schemes" if len(options.schemes) > 1 else ""
+    return (
+        f"training reads {options.steps * options.batch_size * tokens:,} tokens{every}: "
+        f"{counted(options.steps, 'step')} of {counted(options.batch_size, 'row')} of {tokens} (--steps, --batch-size)"
+    )
+
+
+def row_length_of(options: Options, trained: int) -> int:
+    """Tokens of a row, which are fewer than --length where positions skip."""
+    return (options.pose_row or trained) if options.layout in SKIPPING else options.length
 
 
 def check(options: Options) -> None:
@@ -222,7 +242,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     trained = stacks[0].max_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
-    row_length = (options.pose_row or trained) if options.layout in SKIPPING else options.length
+    row_length = row_length_of(options, trained)
     weights = long_ce.LongCE.beyond(trained, row_length) if options.loss == "longce" else None
     order = {name: getattr(options, name) for name in ("batch_size", "seed", "allow_short")}
     order |= {"shuffle_buffer": options.shuffle_buffer if options.streaming else None}
