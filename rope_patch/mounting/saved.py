@@ -15,6 +15,7 @@ from transformers.utils import CONFIG_NAME
 from rope_patch.errors import warn
 from rope_patch.models.adapter_record import renew_checksum, write_adapter_record
 from rope_patch.models.record import RECORD, Record
+from rope_patch.mounting.model_card import write_card
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.reach import spelled
@@ -59,9 +60,12 @@ class SaveModel:
                 hook(self.owner)
         save = self._before or type(self.owner).save_pretrained.__get__(self.owner)
         result = save(save_directory, *args, **kwargs)
-        self._record(Path(save_directory))
+        folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
+        self._record(folder)
+        if is_main and folder.is_dir() and self._is_whole() and not self.notice.is_native:
+            write_card(folder, self.notice.record.scheme, self.notice.is_stated)
         lost = "" if self.notice.is_native else self._lost(str(save_directory))
-        if lost and type(self) not in self.notice.warned and kwargs.get("is_main_process", True):
+        if lost and type(self) not in self.notice.warned and is_main:
             self.notice.warned.add(type(self))
             warn(lost, stacklevel=2)
         return result
@@ -82,9 +86,13 @@ class SaveModel:
         """The config of the model has the record; that of adapters was written before their weights."""
         renew_checksum(folder)
 
+    def _is_whole(self) -> bool:
+        """Whether the scheme is the one of all that is saved."""
+        return _is_recorded(self.owner)
+
     def _lost(self, folder: str) -> str:
         """The positions that a reader of the folder will miss, as a sentence; empty if nothing."""
-        if not _is_recorded(self.owner):
+        if not self._is_whole():
             return _part_warning(self.notice, folder)
         if self.notice.is_stated or vars(self.owner).get("_hf_peft_config_loaded"):  # then only the adapters are saved
             return ""
@@ -112,6 +120,9 @@ class SaveAdapters(SaveModel):
     def _record(self, folder: Path) -> None:
         if self._is_recorded:
             write_adapter_record(folder, self.notice.record.scheme)
+
+    def _is_whole(self) -> bool:
+        return self._is_recorded
 
     def _lost(self, folder: str) -> str:
         if not self._is_recorded:

@@ -24,6 +24,7 @@ from rope_patch.errors import AlreadyPatched, NotExpressible, UnsupportedModel, 
 from rope_patch.models.config import checkpoint_of_config, training_length
 from rope_patch.models.record import NATIVE, RECORD, Record
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, stated_length
+from rope_patch.mounting.model_card import CARD, copy_without_section
 from rope_patch.saving.checkpoint_kind import read_config
 from rope_patch.saving.loading import load_config
 from rope_patch.saving.own_files import check_weights, own_file
@@ -195,6 +196,8 @@ def export_checkpoint(
             copied = unfinished / file.relative_to(folder)
             copied.parent.mkdir(exist_ok=True)
             if file.name == CONFIG_NAME or (RECORD not in serving.config and copy_without_learned(file, copied)):
+                continue
+            if file.name == CARD and copy_without_section(content, copied):
                 continue
             (os.link if link else shutil.copy2)(content, copied)
         config = json.dumps(serving.config, indent=2, sort_keys=True)
