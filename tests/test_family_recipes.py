@@ -183,3 +183,22 @@ def test_beyond_its_length_a_line_equals_the_oracle_and_generates_what_it_comput
     unpatch(model)
     with patch(model, line, attention="oracle"):
         assert_close(found, logits(model, ids))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_the_page_has_the_values_of_a_plan(path):
+    name, page = path.stem, (FOLDER.parents[2] / "docs" / "how-to" / "falls-apart.md").read_text()
+    rerope, extended, dca, yarn = (spec for one, spec in LINES if one == name and not spec.startswith(("pi", "lm")))
+    fields = {
+        part: scheme.fields() for spec in (rerope, extended, dca, yarn) for part, scheme in planned(name, spec).items()
+    }
+    group, chunk = fields["self_extend"], fields["dca"]
+    cells = [
+        *(CHECKPOINTS[name].trained * times for times in (1, CHECKPOINTS[name].times)),
+        fields["rerope"]["window"],
+        f"{group['group_size']}, {group['window']:,}",
+        f"{chunk['chunk_size']:,}, {chunk['local_window']:,}",
+        f"{fields['yarn']['factor']:g}",
+    ]
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| [{name}]")]
+    assert row.endswith(f"| {' | '.join(f'{cell:,}' if isinstance(cell, int) else cell for cell in cells)} |")
