@@ -179,4 +179,4 @@ def test_the_h100() -> None:
     real = " ".join((ROOT / "docs/real.md").read_text().split())
     before, after = (rerope[when]["repeat"][0] for when in ("before", "after"))
     cut = done["far/plain"]["repeat, cut at L"][0]
-    assert f"from {before:.2f} to {after:.2f} under ReRoPE at 4L, where the cut is at {cut:.2f}" in real
+    assert f"from {before:.2f} to {after:.2f} under ReRoPE at 4L, where truncated text is at {cut:.2f}" in real

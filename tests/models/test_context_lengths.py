@@ -475,3 +475,22 @@ def test_factors_for_requests_count_from_the_length_of_today():
 def test_frequencies_that_reach_todays_length_exactly_shorten_nothing(name):
     *_, today = CONFIGS[name]
     assert not any("already reads" in said for said in scheme_on(name, f"ntk:target={today}")[1])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "rope-scaling.md"
+ON_THE_PAGE = {
+    **{"Llama 3.1": "llama-3.1", "Llama 3.2": "llama-3.2", "gpt-oss": "gpt-oss", "Phi-3 128k": "phi-3 128k"},
+    **{"Qwen2.5, with": "qwen2.5 as its page says", "Qwen3, with": "qwen3 as its page says", "Gemma 3": "gemma 3"},
+    **{"DeepSeek-V3": "deepseek-v3", "OLMo 3": "olmo 3", "MiniCPM4": "minicpm4", "InternLM 2": "internlm 2"},
+}
+
+
+@pytest.mark.parametrize("start", ON_THE_PAGE)
+def test_the_page_has_what_patch_does_on_each_checkpoint(start):
+    name = ON_THE_PAGE[start]
+    *_, original, today = CONFIGS[name]
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {start}")]
+    window = fields_of(scheme_on(name, "rerope:target=auto")[0], "rerope")["window"]
+    factor = fields_of(scheme_on(name, "yarn:target=2x")[0], "yarn")["factor"]
+    assert row.endswith(f"| {original:,} | {today:,} | window {window:,} | factor {factor:.0f} |")
+    assert fields_of(scheme_on(name, "self_extend:target=2x")[0], "self_extend")["group_size"] == 3
