@@ -406,6 +406,8 @@ def recommend(confirmation: Mapping[str, Sequence[Any]], best: str) -> tuple[Any
     rows = [row for line in confirmation for row in confirmation[line]]
     verdict, at_l, at_target = of_losses(rows), confirmation[best][0], confirmation[best][-1]
     difference, error = paired_difference(at_target, reference_of(rows, at_target.length))
+    told = verdict.sentence[:1].lower() + verdict.sentence[1:]
+    verdict = replace(verdict, sentence=f"On the half of the text that did not choose it, {told}")
     if "plain" in confirmation:
         cost = at_l.nll - confirmation["plain"][0].nll
         price = f"It {'costs' if cost > 0 else 'gains'} {abs(cost):.3f} at {at_l.length} tokens."
