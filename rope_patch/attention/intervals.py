@@ -1,4 +1,4 @@
-"""The keys that every query sees in a region, as intervals of slots: what kernels of interval masks take.
+"""Intervals of slots: the keys that every query sees in a region, as kernels of interval masks take them.
 
 Within a run of slots of one group, at increasing positions, the keys of a query in a region are an interval. Positions
 may skip, and chunks may begin anywhere.
@@ -21,7 +21,7 @@ MOST = 8
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Runs of slots, and those that each query sees, whatever the region. All tensors are int64.
+    """Runs of slots, and the runs that each query sees, whatever the region. All tensors are int64.
 
     Attributes:
         places: `(rows, kv_len)`, goes up along the slots: the number of the run times `span`, plus the token's position
@@ -99,7 +99,7 @@ def runs_of(
 
 
 def _is_shared(mask: torch.Tensor) -> bool:
-    """Whether a mask is boolean, and the same for all heads."""
+    """Whether a mask is boolean and the same for all heads."""
     return mask.dtype == torch.bool and mask.shape[1] == 1
 
 

@@ -1,5 +1,5 @@
-"""Merge the attention of two parts of the keys by their log-sum-exp; what is large on a GPU in one kernel, which reads
-and writes each once.
+"""Merge the attention of two parts of the keys by their log-sum-exp. On a GPU, one kernel merges large outputs and
+reads and writes each once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LARGE = 2**20
 
 
 def summed(out: torch.Tensor) -> torch.Tensor:
-    """The output of the first part of the keys, `(batch, heads, q_len, value_dim)`, as `merge` takes it: in float32 or
-    wider, or in half precision if it is large and on a GPU, where the kernel rounds once for each part.
+    """The accumulator for `merge`, from the output of the first part of the keys, `(batch, heads, q_len, value_dim)`:
+    in float32 or wider, or in half precision if it is large and on a GPU, where the kernel rounds once per part.
     """
     narrow = out.is_cuda and out.dtype in (torch.bfloat16, torch.float16) and out.numel() >= LARGE
     folds = narrow and compiles(out.device) and not objection(out.device, out.dtype, out.shape[-1])
@@ -43,7 +43,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def _compared(device: torch.device, dtype: torch.dtype, value_dim: int) -> Comparisons:
-    """The kernel and the operators that it replaces, on outputs of this dtype and width."""
+    """Compare the kernel with the operators that it replaces, on outputs of this dtype and width."""
     random = torch.Generator().manual_seed(0)
     out, part = (torch.randn(1, 2, 40, value_dim, generator=random).to(device, dtype) for _ in range(2))
     lse, part_lse = (torch.randn(1, 2, 40, generator=random).to(device) for _ in range(2))

@@ -9,7 +9,9 @@ from rope_patch.attention.table import Executor
 
 
 def supports(problem: Problem) -> str:
-    """Why `attend` cannot compute a call; empty for one rotation plus a bias, in a dtype that holds the bias."""
+    """The reason why `attend` cannot compute a call, or an empty string: it takes one rotation plus a bias, in a dtype
+    that holds the bias.
+    """
     if problem.bias is None or problem.running_bias is not None:
         return "it is for a bias by distance"
     if not problem.fits_kernels:
@@ -25,7 +27,7 @@ def supports(problem: Problem) -> str:
 
 
 def attend(problem: Problem) -> Output:
-    """Output of `reference.attend`, `(batch, heads, q_len, value_dim)`, bit for bit as T5 computes it under `sdpa`."""
+    """Compute what `reference.attend` does, `(batch, heads, q_len, value_dim)`, bit for bit as T5 does under `sdpa`."""
     (branch,) = problem.rotated.branches
     m, n = problem.query_positions[:, :, None], problem.key_positions[:, None, :]
     assert problem.bias is not None  # for the type checker: see `supports`

@@ -39,7 +39,9 @@ def attend(problem: Problem) -> Output:
 
 
 def supports(problem: Problem) -> str:
-    """Why the kernels cannot compute a call; empty if they can, and equalled the definition when they were tried."""
+    """The reason why the kernels cannot compute a call, or an empty string if they can and equalled the definition when
+    they were tried.
+    """
     value = problem.value
     if reason := missing(value.device):
         return reason
@@ -66,7 +68,7 @@ def _is_narrow(width: int) -> bool:
 
 
 def missing(device: torch.device) -> str:
-    """Why there are no such kernels on a device; empty if there are."""
+    """The reason why a device has no interval-mask kernels, or an empty string."""
     if device.type != "cuda":
         return "it is for GPUs"
     if importlib.util.find_spec("cudnn") is None:
@@ -107,7 +109,9 @@ def _plans(problem: Problem, call: Problem) -> list[Any]:
 
 
 class _Intervals(torch.autograd.Function):
-    """As `merged`: the backward of each region, called with the merged output and log-sum-exp, is its exact share."""
+    """One call of the interval-mask kernel per region, merged by LSE. As in `merged`, the backward of each region,
+    called with the merged output and log-sum-exp, is its exact share of the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Problem, plans: list[Any], value: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
@@ -154,7 +158,7 @@ class _Intervals(torch.autograd.Function):
 def _by_definition(
     ctx: Any, grad: torch.Tensor, value: torch.Tensor, states: list[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of values and states in a form that can be differentiated again."""
+    """Gradients of values and states, computed by the definition so that they can be differentiated again."""
     # one state may follow from another, as rotated keys from those of another region
     value, *states = (x.view_as(x) for x in (value, *states))
     pairs = zip(ctx.places, states[::2], states[1::2], strict=True)
@@ -167,7 +171,7 @@ def _by_definition(
 
 
 def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Comparisons:
-    """The kernels and the definition on two rows, one padded and one packed, with distance in chunks."""
+    """Compare the kernels with the definition on two rows, one padded and one packed, with distance in chunks."""
     random = torch.Generator().manual_seed(0)
 
     def states(heads: int, dim: int) -> torch.Tensor:
@@ -202,8 +206,8 @@ FEW = 16
 
 
 def in_few_tiles(problem: Problem) -> str:
-    """Why other executors are preferred: they start without compiling, and the tiles of `merged` are large unless
-    regions are chunks, or rows are of many documents.
+    """The reason why other executors are preferred, or an empty string: they start without compiling, and the tiles of
+    `merged` are large unless regions are chunks, or rows have many documents.
     """
     turner = cast(Turner, problem.turner)
     if problem.compiling:
