@@ -18,7 +18,7 @@ _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
 
 class Combined(Scheme):
-    """A scheme that has its class attributes of others, the `inner` ones; see `Composed`."""
+    """A scheme made of others, its `inner` ones, which also determine its class attributes; see `Composed`."""
 
     inner: tuple[Scheme, ...]
 
@@ -48,8 +48,8 @@ for _name, _rule in COMPOSED.items():
 
 
 class Compose(Combined):
-    """Schemes side by side: one owner per slot, except that query scales multiply, biases add, and what refines
-    frequencies is given those of their owner, in the order listed.
+    """Several schemes side by side: each slot has one owner, except that query scales multiply, biases add, and schemes
+    that refine frequencies receive the frequencies of their owner, in the order listed.
 
     Args:
         *schemes: two or more schemes; nested compositions are flattened.

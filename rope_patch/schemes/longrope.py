@@ -116,7 +116,7 @@ class LongRoPE(Scheme):
         return Frequencies(chosen if length.ndim == 1 else chosen[:, None], temperature)
 
     def _slowed(self, rotary: RotarySpec, name: str, weights: Weights) -> torch.Tensor:
-        """theta_i / lambda_i with the list of this name, or its trained values."""
+        """The frequencies theta_i / lambda_i, with the factors of the field `name` or their trained values."""
         period = periods(rotary.dim, rotary.base)
         factors = weights[name].float() if name in weights else torch.tensor(getattr(self, name))
         return 1.0 / (factors * period.to(factors.device))
