@@ -1,4 +1,4 @@
-"""Attention where several processes share a row.
+"""Attention over rows that several processes share.
 
 The keys of all processes meet the queries of this one, and each run of queries is scored like a chunk of a text whose
 earlier keys are cached. Keys are exchanged once and rotated here, whatever the number of regions.

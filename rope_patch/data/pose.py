@@ -35,7 +35,7 @@ from rope_patch.data.placing import PlacingCollator, Row
 
 @dataclass(frozen=True)
 class PoSECollator(PlacingCollator):
-    """A data collator: pads rows on the right, and lets their positions skip over the whole target length.
+    """A data collator that pads rows on the right, and lets their positions skip over the whole target length.
 
     The positions of a row depend only on its tokens and the seed, so a resumed run sees the same ones. The batch always
     has an `attention_mask`: without one every skip would count as the start of another document.

@@ -34,7 +34,7 @@ _SCALED_BY_WIDTH = (46, 62)
 
 
 def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
-    """The model of a GGUF file, with unpacked weights, in bfloat16 unless `dtype` is set.
+    """Load the model of a GGUF file, with unpacked weights, in bfloat16 unless `dtype` is set.
 
     Args:
         **kwargs: for `from_pretrained` of Transformers; fields of the config replace those of the file.
@@ -70,12 +70,12 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
 
 
 def load_gguf_config(path: str | Path) -> Any:
-    """The config from the settings of a GGUF file; errors as in `load_gguf`."""
+    """Read the config from the settings of a GGUF file; errors as in `load_gguf`."""
     return _config_of(path, _metadata(path), {})
 
 
 def load_gguf_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a GGUF file; errors as in `load_gguf`."""
+    """Load the tokenizer of a GGUF file; errors as in `load_gguf`."""
     metadata = _metadata(path)
     tokenizer = AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
@@ -96,7 +96,7 @@ def _metadata(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _one_error(path: str | Path) -> Iterator[None]:
-    """Readers of a truncated file raise errors of numpy and struct; raise one kind instead."""
+    """Turn the errors of numpy and struct that a truncated file causes into `NoCheckpoint`."""
     try:
         yield
     except (IndexError, KeyError, ValueError, struct.error) as error:
@@ -104,7 +104,7 @@ def _one_error(path: str | Path) -> Iterator[None]:
 
 
 def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """The config that a file states, with the fields among the `arguments`, which are removed from them."""
+    """Build the config that a file states, with the fields among the `arguments`, which are removed from them."""
     config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     architecture = metadata["general.architecture"]
     stated = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}

@@ -104,8 +104,8 @@ def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.M
 def _one_error(
     path: str | Path, arguments: dict[str, Any], what: str = "", passed: tuple[type[Exception], ...] = _CLEAR
 ) -> Iterator[None]:
-    """For damaged files and impossible configs, Transformers and safetensors raise errors of any type: all but those
-    `passed` become a `NoCheckpoint` in one line, and a `TypeError` for an argument of the user stays.
+    """Turn errors about damaged files and impossible configs into `NoCheckpoint`, in one line: Transformers and
+    safetensors raise any type. Errors of the types `passed` stay, as does a `TypeError` for an argument of the user.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def _one_error(
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
-    """What `from_pretrained` does, below the adapters that named the path."""
+    """Load what `from_pretrained` was asked for; `above` are the adapters that named the path."""
     location = {name: kwargs[name] for name in _PLACES if name in kwargs}
     if kind_of_checkpoint(path, **location) == "gguf":
         return load_gguf(path, **kwargs)
@@ -174,12 +174,12 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
 
 
 def _config_of(path: str | Path, **location: Any) -> Any:
-    """The config of a checkpoint, of a class in Transformers or in this library."""
+    """Load the config of a checkpoint, of a class in Transformers or in this library."""
     return _read_config(path, **location)[0]
 
 
 def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]]:
-    """The config of a checkpoint, and the implementations that it asked for and does not get."""
+    """Load the config of a checkpoint, and return with it the implementations that it asked for and does not get."""
     _read_fields(path, **location)
     try:
         config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
@@ -200,7 +200,7 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
 
 
 def _hub_answer(error: BaseException | None) -> str:
-    """Why the Hub did not give a checkpoint, and what to do, from what Transformers raised."""
+    """The reason why the Hub did not give a checkpoint, and what to do, from the error that Transformers raised."""
     while error is not None:
         for kind, answer in _HUB_ANSWERS.items():
             if isinstance(error, kind):
@@ -221,7 +221,9 @@ _HUB_ANSWERS = {  # the first that fits: a gated repository is also one that was
 def _with_adapters(
     path: str | Path, adapters: Path, location: dict[str, Any], kwargs: dict[str, Any], above: tuple[Path, ...]
 ) -> nn.Module:
-    """The base checkpoint with its adapters, under the scheme that their config records, or the one beside it."""
+    """Load the base checkpoint with its adapters, under the scheme that their config records, or the config beside
+    them.
+    """
     require("peft", f"{path}, a folder of adapters,", "finetune")
     from peft import PeftModel
 
@@ -262,7 +264,7 @@ def follow_adapters(model: nn.Module, path: str, **location: Any) -> None:
 
 
 def base_of(folder: str) -> str:
-    """The path of the checkpoint under a folder of adapters.
+    """The path of the base checkpoint of a folder of adapters.
 
     Raises:
         InvalidField: they name none.
@@ -287,7 +289,9 @@ def _config_beside(path: str | Path, location: dict[str, Any]) -> Any:
 
 
 def _recorded(settings: dict[str, Any], config: Any, adapters: Path) -> Scheme | Literal["nothing"] | None:
-    """The scheme that adapters record, None for the plain checkpoint."""
+    """The scheme that adapters record: None for the plain checkpoint, and "nothing" if they have no record and no
+    config.
+    """
     if RECORD not in settings and config is None:
         return "nothing"
     try:
@@ -331,7 +335,8 @@ def default_checkpoint() -> str:
 
 
 def load_model(path: str, *, dtype: str | None = None, device: str = "auto", attention: str = "auto") -> nn.Module:
-    """The language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a scheme.
+    """Load the language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a
+    scheme.
 
     Args:
         dtype: None for the checkpoint's own (bfloat16 for a GGUF file); `auto` for the same, but float32 on a CPU
@@ -355,7 +360,7 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
         NoCheckpoint: there is none.
@@ -364,7 +369,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_config(path: str | Path, **location: Any) -> Any:
-    """The config of a checkpoint.
+    """Load the config of a checkpoint.
 
     Args:
         **location: arguments of `from_pretrained` that locate a file, such as `revision`.
@@ -376,7 +381,7 @@ def load_config(path: str | Path, **location: Any) -> Any:
 
 
 def trained_length(path: str) -> int:
-    """L in tokens of a checkpoint, which it reads today under its own scaling, from its config alone.
+    """The length L in tokens that a checkpoint reads today, under its own scaling, from its config alone.
 
     Raises:
         NoCheckpoint: there is no config.
@@ -400,7 +405,7 @@ def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
 
 @contextmanager
 def as_folder(path: str) -> Iterator[str]:
-    """A checkpoint as a folder: a GGUF file is unpacked into a temporary one."""
+    """Yield a checkpoint as a folder: a GGUF file is unpacked into a temporary one."""
     if not is_gguf(path):
         yield path
         return
