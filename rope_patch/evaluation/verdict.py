@@ -1,4 +1,4 @@
-"""What a measurement comes to, in one or two sentences, and the command to run next."""
+"""Verdicts: the conclusion from a measurement in one or two sentences, and the command to run next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FEW_COPIES = 4  # windows from which on the large differences of protocol `repea
 
 @dataclass(frozen=True)
 class Verdict:
-    """A conclusion.
+    """A conclusion from measured rows, with the next command.
 
     Attributes:
         kind: `better` or `worse` than the reference by more than noise, `noise`, `too few` windows to tell, `nothing`
@@ -47,7 +47,8 @@ class Verdict:
 
 
 def with_text_cut(rows: Sequence[Row]) -> list[Row]:
-    """The rows, and those of the text cut to L behind the plain checkpoint's, which give them where old files do not.
+    """Add the rows of the text cut to L, derived from the plain checkpoint's, to the rows of an old file that lacks
+    them.
 
     The text cut to L is the plain checkpoint at L, or at a length below L, on the same targets.
     """
@@ -63,7 +64,8 @@ def with_text_cut(rows: Sequence[Row]) -> list[Row]:
 
 
 def reference_of(rows: Sequence[Row], length: int) -> Row | None:
-    """What is free at a length, and so has to be beaten: the lower of attention cut at L and the text cut to L.
+    """The reference to beat at a length, which costs nothing: the lower loss of attention cut at L and the text cut to
+    L.
 
     Attention cut at L is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
 
@@ -79,7 +81,7 @@ def reference_of(rows: Sequence[Row], length: int) -> Row | None:
 
 
 def of_losses(rows: Sequence[Row]) -> Verdict:
-    """Whether a scheme reads farther than L to any use, from the losses of schemes and references.
+    """Judge from losses whether some scheme gains from reading farther than L.
 
     The best scheme at each length beyond L is compared with `reference_of`, with a correction for the number of tries.
     """
@@ -110,8 +112,8 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
 
 
 def copies(near: Row, cut: Row, tried: Sequence[Row]) -> bool:
-    """Whether the checkpoint gains from a passage, without which `repeat` means nothing: from one inside L, or from the
-    far one under a scheme. Plain, a checkpoint may miss a passage that begins almost L tokens back.
+    """Whether the checkpoint gains from a repeated passage inside L, or from the far one under a scheme; without a gain
+    `repeat` means nothing. Plain, a checkpoint may miss a passage that begins almost L tokens back.
     """
     gain, error = paired_difference(near, cut)
     farther = [row for row in tried if row.length == cut.length]
@@ -121,7 +123,7 @@ def copies(near: Row, cut: Row, tried: Sequence[Row]) -> bool:
 
 
 def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
-    """The best of some rows beside what is free on the same text.
+    """Compare the best of some rows with the reference on the same text.
 
     Args:
         tries: how many rows it is the best of; 1 if other text chose it.
@@ -170,7 +172,7 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
 
 
 def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdict:
-    """Whether a fine-tuning taught length, or language, which helps at L as much as beyond.
+    """Judge whether a fine-tuning taught length, or language, which helps at L as much as beyond.
 
         gain(l) = NLL of what is free at l before the training - NLL after it
 
@@ -200,7 +202,7 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
 
 
 def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, tries: int) -> Verdict:
-    """What a training gained at a length beyond L, beside what it gained at L."""
+    """Judge the gain of a training at a length beyond L, beside its gain at L."""
     verdict, steps = compare(after, free, tries), counted(after.step or 0, "step")
     if verdict.kind != "better" or not before or not after_at_l:
         return replace(verdict, sentence=f"After {steps}: {verdict.sentence}")
@@ -218,7 +220,7 @@ def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, 
 
 
 def of_answers(rows: Sequence[Row]) -> Verdict:
-    """Whether a scheme answers more than the references beyond L, and up to which effective length."""
+    """Judge whether a scheme answers more than the references beyond L, and up to which effective length."""
     of_line, trained = by_line(rows), rows[0].training_length
     reach = {line: effective_length(of_line[line]) for line in of_line}
     schemes, free = ([line for line in of_line if (line in REFERENCES) == known] for known in (False, True))

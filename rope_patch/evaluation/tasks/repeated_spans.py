@@ -26,7 +26,8 @@ CUE = 4  # the cue is the first quarter of a span
 
 
 class RepeatedSpans(Retrieval):
-    """The task: the same spans in the same fillers at every length and depth; only the first copy moves.
+    """The task of repeated spans: the same spans in the same fillers at every length and depth; only the first copy
+    moves.
 
     Args:
         corpus: rows with `name` and `text`, at least two of them with `longest` tokens, the longest length.
