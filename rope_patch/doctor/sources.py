@@ -1,4 +1,4 @@
-"""What lies on disk: a folder, a `config.json`, or a GGUF file, as the fields of the text model's config."""
+"""Sources of configs on disk: a folder, a `config.json`, or a GGUF file, as the fields of the text model's config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORD = "rope_patch"
 
 
 class Aside(str):
-    """A note that leaves no doubt about the positions, such as where they were found."""
+    """A note that raises no doubt about the positions, such as where they were found."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source:
 
 
 def read_source(path: str | Path) -> Source:
-    """The config of a folder, of a JSON file or of a GGUF file.
+    """Read the config of a folder, of a JSON file or of a GGUF file.
 
     A folder of adapters is read by its base, if that is a folder here.
 

@@ -1,4 +1,6 @@
-"""The configs of a repository: which are those of text models, and whether programs read them as they are written."""
+"""A survey of the configs in a repository: which belong to text models, and whether programs read them as they are
+written.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _ELSEWHERE = {"node_modules", "site-packages"}  # folders with files of other pr
 
 @dataclass(frozen=True)
 class Found:
-    """One file.
+    """A file that a survey found, with its report or the reason why it has none.
 
     Attributes:
         path: as it was found, relative to the working directory unless a pattern was absolute.
@@ -53,7 +55,7 @@ class Found:
 
 
 def is_clear(report: Report) -> bool:
-    """Whether every reader computes all texts as the config says, and the config says it once."""
+    """Whether every reader computes all texts as the config says, and no note raises a doubt about it."""
     doubts = [note for note in report.notes if not isinstance(note, Aside)]
     return not doubts and all(reading.verdict == "agrees" for reading in report.readings)
 
@@ -74,7 +76,7 @@ def survey(patterns: Iterable[str], asked: Sequence[str] = ()) -> list[Found]:
 
 
 def files_of(patterns: Iterable[str]) -> list[str]:
-    """Files that patterns match, each once; hidden folders and installed packages are left out.
+    """The files that patterns match, each once; hidden folders and installed packages are left out.
 
     Raises:
         Unreadable: a pattern matches no file.
@@ -105,7 +107,9 @@ def _found(path: str, asked: Sequence[str]) -> Found:
 
 
 def _is_of_a_text_model(path: str) -> bool:
-    """Whether a file is worth reading, also if it is damaged: others are named `config.json`, too."""
+    """Whether a file looks like the config of a text model, also if it is damaged; other files are named `config.json`,
+    too.
+    """
     with open(path, "rb") as file:
         content = file.read(LARGEST)
 
@@ -118,7 +122,9 @@ def _is_of_a_text_model(path: str) -> bool:
 
 
 def words_of_survey(found: Sequence[Found]) -> str:
-    """A line for each file that all read alike or that was skipped, a report for every other, and the sums."""
+    """Print the survey: a line for each file that all read alike or that was skipped, a report for every other, and the
+    sums.
+    """
     return "\n".join([*map(_words, found), "", _sums(found)])
 
 
@@ -146,7 +152,7 @@ def _sums(found: Sequence[Found]) -> str:
 
 
 def as_numbers_of_survey(found: Sequence[Found]) -> dict[str, Any]:
-    """The survey as JSON; `schema.json` describes it."""
+    """Convert the survey to JSON; `schema.json` describes it."""
     return {
         "schema": 1,
         "agrees": all(each.status(strict=False) == 0 for each in found),

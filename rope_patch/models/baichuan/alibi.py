@@ -34,7 +34,7 @@ def alibi_attention_forward(
     shared: Forward | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(q k^T scaling - slope_h (m - n)) v.
+    """Attention with ALiBi: softmax(q k^T scaling - slope_h (m - n)) v.
 
     Args:
         attention_mask: as Transformers builds it for `eager`, `sdpa` or flash attention.

@@ -22,7 +22,8 @@ _LEFT_OUT = {  # values that are not written to files, because published configs
 
 
 class BaichuanConfig(PreTrainedConfig):
-    """Baichuan-7B (RoPE), Baichuan-13B (ALiBi) and Baichuan 2 (either, with a normalised head), base and chat.
+    """The config of Baichuan-7B (RoPE), Baichuan-13B (ALiBi) and Baichuan 2 (either, with a normalised head), base and
+    chat.
 
     Args:
         position_embedding_type: `rope` or `alibi`. The default follows the published configs: RoPE if the architecture
@@ -113,6 +114,6 @@ class BaichuanConfig(PreTrainedConfig):
         return self.vocab_size == _NORM_HEAD_VOCABULARY
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, without those that published configs lack while they have their default."""
+        """Convert to a dict of all fields, without those that published configs lack while they have their default."""
         fields = super().to_dict().items()
         return {name: value for name, value in fields if name not in _LEFT_OUT or value != _LEFT_OUT[name]}
