@@ -17,7 +17,7 @@ from rope_patch.errors import EvaluationError
 
 T = TypeVar("T")
 
-_DEEPEST = 32  # brackets in one another; those of a scheme are fewer
+_DEEPEST = 32  # levels of nested brackets; a scheme has fewer
 _NAMES = {
     int: "a whole number",
     float: "a number",

@@ -19,7 +19,7 @@ NAME = "rope_patch"
 """The value of `attn_implementation`."""
 
 _MOUNTING = "rope_patch.saving.by_name"  # loaded with the first call
-_REGISTRY = "transformers.modeling_utils"  # which loads `transformers.masking_utils`, too
+_REGISTRY = "transformers.modeling_utils"  # this module loads `transformers.masking_utils`, too
 
 
 def attention(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -232,7 +232,7 @@ def _mount(
 ) -> PatchHandle:
     """Install a scheme that was planned; a `handle` that was removed takes it up again."""
     rotary = {module: stack.module for stack, _ in mounted for tables in stack.rotary for module in tables.modules}
-    holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
+    holders = [*find_enclosing(model), *model.modules()]  # models around a backbone are saved with their own config
     forget_managers(holders)
     changes = Changes()
     if handle is None:

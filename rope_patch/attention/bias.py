@@ -39,7 +39,7 @@ class KeyTerm:
         return self.running_bias
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `running_bias` of `Problem` that are functions of `source`."""
+        """The fields `bias` and `running_bias` of a `Problem`, as functions of `source`, so that gradients reach it."""
         return None, self.running_bias
 
     def within(self, span: Span) -> KeyTerm:
@@ -114,7 +114,7 @@ class DiagonalTerm:
         return self.values
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `running_bias` of `Problem` that are functions of `source`."""
+        """The fields `bias` and `running_bias` of a `Problem`, as functions of `source`, so that gradients reach it."""
         last = self.values.shape[-1] - 1
         return DistanceBias(lambda distance: self.values[:, (distance - self.first).clamp(0, last)]), None
 

@@ -1,5 +1,5 @@
-"""Tiles by the kernels of cuDNN, nearly twice as fast as FlashAttention-2 on Hopper: those that torch brings, and those
-of `nvidia-cudnn-frontend` (extra `gpu`), which also have windows. Kernels without windows score bands in squares.
+"""Tiles by the kernels of cuDNN, nearly twice as fast as FlashAttention-2 on Hopper: the ones inside torch, and the
+ones of `nvidia-cudnn-frontend` (extra `gpu`), which also have windows. Kernels without windows score bands in squares.
 
 Neither changes a setting of torch. `torch.backends.cuda.enable_cudnn_sdp(False)` switches both off.
 """

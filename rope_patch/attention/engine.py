@@ -91,7 +91,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "cuda": (
         Row(joined.EXECUTOR, _without_flash),
         Row(fused.EXECUTOR, _with_flash),
-        # it serves what the kernel above refuses, until a GPU has said which of the two is faster under a term
+        # takes what the fused kernel refuses, until a GPU measurement says which of the two is faster under a term
         Row(flex.EXECUTOR, _without_terms),
         Row(joined.EXECUTOR, modes=("segmented",)),
         *_AROUND,

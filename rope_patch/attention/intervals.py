@@ -74,13 +74,13 @@ def runs_of(
     last, lowest, stop = torch.stack(limits).tolist()
     if not 0 <= last < MOST_SPANS_PER_ROW:
         return None
-    # of all runs of a row, `(rows, runs)`: the first slot, the one behind the last, and the group; pads enter none
+    # for all runs of a row, `(rows, runs)`: the first slot, the slot behind the last, and the group; pads are in no run
     rows, run = len(positions), number.masked_fill(~tokens, last + 1)
     starts = slots.new_full((rows, last + 2), length).scatter_reduce(1, run, slots.expand(rows, -1), "amin")
     stops = slots.new_zeros(rows, last + 2).scatter_reduce(1, run, slots.expand(rows, -1) + 1, "amax")
     of_runs = slots.new_full((rows, last + 2), -1).scatter(1, run, groups)
     places = (number * (stop - lowest + 1) + positions - lowest).masked_fill(~tokens, -1).cummax(dim=-1).values
-    # which of them each query sees, `(rows, q_len, runs)`
+    # the runs that each query sees, `(rows, q_len, runs)`
     of_queries = groups[:, query_start : query_start + q_length, None]
     sees = ((of_runs[:, None] == of_queries) | (of_queries < 0)) & (of_runs[:, None] >= 0)
     sees = sees & (starts[:, None] < newest[..., None]) & (stops[:, None] > oldest[..., None])

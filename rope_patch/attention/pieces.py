@@ -177,7 +177,7 @@ def _tiles_of(
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
     square = open_until == q_length and offset + first == low
     if whole and not square and first + 1 < q_length:
-        # of an open region one more than any distance, by which flash sees that its window hides nothing
+        # an open region gets one more than any distance, so that flash sees that its window hides nothing
         high = int(min(region.stop, offset + q_length + 1))
         yield Tile(first, q_length, max(0, offset + first - high + 1), offset + q_length - low, "band", low, high)
         return
@@ -202,7 +202,7 @@ def _tiles_both_ways(region: Region, length: int, rows: int) -> Iterator[Tile]:
     for q0 in range(first, last, rows):
         q1 = min(q0 + rows, last)
         oldest, newest = max(0, q0 - high + 1), min(length, q1 - low)
-        k0, k1 = max(0, q1 - high), min(length, q0 - low + 1)  # all of them see these
+        k0, k1 = max(0, q1 - high), min(length, q0 - low + 1)  # the keys that all of these queries see
         if k1 <= k0:
             yield Tile(q0, q1, oldest, newest, "band", low, high)
             continue

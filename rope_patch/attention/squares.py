@@ -54,7 +54,7 @@ def _beside(q: int, k: int, rows: int, width: int, keys: int, count: int = 1) ->
     """Cover the pairs of a block of `rows` queries from `q`, whose own keys begin at `k`, with the last `keys` of the
     keys before them, and do so for the blocks behind it. Row i sees the keys less than `width` - i before `k`.
     """
-    all_see = min(rows, width - keys)  # so many rows see all of these keys
+    all_see = min(rows, width - keys)  # the number of rows that see all of these keys
     others = rows - all_see
     if all_see and keys:
         yield Square(q, k - keys, all_see, keys, "full", count, width)

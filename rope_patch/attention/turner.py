@@ -140,11 +140,10 @@ class Turner:
     def for_queries(
         self, like: torch.Tensor, kv_heads: int, scaling: float = 1.0, beside: bool = False
     ) -> tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], float]:
-        """`turn` for every region, as a function of queries of the dtype and shape of `like`, which writes each result
-        over its last one. Queries that share keys become columns of one matrix, `(batch * kv_heads, head_dim, group *
-        q_len)`. One query is also multiplied by `scaling`, at no cost; what is left of it is returned beside the
-        function. `beside` asks for the queries that score keys of `for_keys(..., beside=True)`: in regions that rotate
-        keys they have twice as many dimensions.
+        """Build a function that rotates queries of the dtype and shape of `like` for every region, and writes each
+        result over its last one. Queries that share keys become columns of one matrix, `(batch * kv_heads, head_dim,
+        group * q_len)`. One query is also multiplied by `scaling`, at no cost; the factor that is left over is returned
+        beside the function.
         """
         flat = len(like) * kv_heads, -1, like.shape[-1]
         if self.by_matrix(like):
@@ -178,9 +177,9 @@ class Turner:
     def for_keys(
         self, region: Region, like: torch.Tensor, slots: slice, rows: slice, beside: bool = False
     ) -> Callable[[slice], Rotate] | None:
-        """`turn` for the keys of some rows, as a function for each run of slots among `slots`; None if nothing is left
-        to rotate. With `beside` keys come out twice as wide, in one operator: k cos and k sin side by side. Their
-        product with the queries of `for_queries(..., beside=True)` is that of rotated keys.
+        """Build a function that rotates the keys of some rows, for each run of slots among `slots`; None if nothing is
+        left to rotate. With `beside` keys come out twice as wide, in one operator: k cos and k sin side by side. Their
+        product with the queries of `for_queries(..., beside=True)` equals the product of rotated states.
         """
         if not self.rotates(region.key_map):
             return None
@@ -268,7 +267,7 @@ def _tables(
         positions = positions[slice(*rows)]
     if slots is not None:
         positions = positions[..., slice(*slots) if isinstance(slots, tuple) else slots]
-    if slots is not None and frequencies.inv_freq.ndim == 4:  # of each token
+    if slots is not None and frequencies.inv_freq.ndim == 4:  # each token has its own frequencies
         own = frequencies.inv_freq[:, :, slice(*slots) if isinstance(slots, tuple) else slots]
         frequencies = dataclasses.replace(frequencies, inv_freq=own)
     moved = _remaining(positions, position_map, anchor)

@@ -139,7 +139,7 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
             )
     changes, is_patched = Changes(), bool(find_handles(model))
     try:
-        with torch.device("cpu"):  # whatever the default is
+        with torch.device("cpu"):  # whatever the default device is
             parts = _parts(model, changes)
         for stack, plan in parts:
             reason = reason_not_to_share(stack, plan)

@@ -39,7 +39,7 @@ def hold_out(
         first = list(islice(documents, DOCUMENTS + 1))
         if len(first) > DOCUMENTS:
             return documents.skip(DOCUMENTS), first[:DOCUMENTS], f"the first {DOCUMENTS} documents of {name}, held out"
-        documents = Dataset.from_list(first)  # the whole stream
+        documents = Dataset.from_list(first)  # the stream ended: these are all documents
 
     def tokens(text: str) -> int:
         return len(bare_ids(tokenizer, text))

@@ -42,7 +42,7 @@ class PoSECollator(PlacingCollator):
     """
 
     target_length: int  # L_target, one more than the highest position; nothing skips if it is the length of the rows
-    chunks: int = 2  # N; a short row has at most as many as it has tokens
+    chunks: int = 2  # N; a short row has at most one chunk per token
     seed: int = 0
     middle: Literal["uniform", "gaussian"] = "uniform"  # gaussian: CREAM, with three pieces whatever `chunks` is
 

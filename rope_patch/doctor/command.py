@@ -94,11 +94,12 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
     try:
         document, text, status = _answered(parser(program).parse_intermixed_args(_checked(words)))
         print(text if document is None else json.dumps(document, indent=2, allow_nan=False))
-        sys.stdout.flush()  # now, while a reader that went away can still be met
+        sys.stdout.flush()  # now, while a closed pipe can still be handled
     except SystemExit as end:  # after --help
         return int(end.code or 0)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end
+        # else the interpreter would complain when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_STDOUT
     except (Unreadable, OSError) as error:
         print(f"{program.replace(' ', ': ')}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -399,7 +399,7 @@ class _Reader:
             if entry[name] == 0 and name in _MAY_BE_ZERO and entry[name] is not False:
                 self.checked.notes.append(f"{name}={entry[name]!r:.40} counts as not given")
                 continue
-            least = 0.0 if name == "attention_factor" else None  # of which Transformers computes 0, too
+            least = 0.0 if name == "attention_factor" else None  # Transformers also computes with 0
             found[name] = self.checked.number(name, entry[name], least=least)
         return found
 

@@ -128,7 +128,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise Unreadable(f"{path} has {path.stat().st_size} bytes; a config has at most {LARGEST}")
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+    except (ValueError, RecursionError) as error:  # also raised for bytes that are not UTF-8
         raise Unreadable(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise Unreadable(f"{path} contains a {type(found).__name__}; a config is an object with named fields")

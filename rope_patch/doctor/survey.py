@@ -71,7 +71,7 @@ def survey(patterns: Iterable[str], asked: Sequence[str] = ()) -> list[Found]:
         Unreadable: a pattern matches no file, or there is no such reader.
     """
     for name in asked:
-        called(name)  # or every file would be refused for it
+        called(name)  # checked first, else every file would be refused for it
     return [_found(path, asked) for path in files_of(patterns)]
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
 MARKERS = "osD^vPX*"
-INK, FAINT = "#222222", "#777777"  # of what is to be read first, and of the rest
-WIDTH = 5.2  # of every picture in inches: words are as large as the text beside it, and can be read on a phone
-SIZE = 9  # of every word in points, and of titles 2 more
-NAMED = 8  # how many lines of the close-up have room for their names
-CLOSEST = 3  # how many lines beside the references the close-up shows from end to end
+INK, FAINT = "#222222", "#777777"  # colours of the text to read first, and of the rest
+WIDTH = 5.2  # inches of every picture: its words are as large as the text beside it, and legible on a phone
+SIZE = 9  # points of every word; titles have 2 more
+NAMED = 8  # the number of lines of the close-up with room for their names
+CLOSEST = 3  # the number of lines, besides the references, that the close-up shows from end to end
 
 
 def blank(width: float, height: float, **settings: Any) -> Figure:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from rope_patch.evaluation.row import Row
 
-SHARE = 0.85  # of the best score at the shortest lengths
+SHARE = 0.85  # the share of the best score at the shortest lengths that still counts
 NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 

@@ -46,11 +46,11 @@ NAME = "rope_patch"
 ELSEWHERE = ("autogptq", "gptqmodel", "delta")
 """Arguments of `hf` with which it loads weights past `from_pretrained`, so that no scheme would reach them."""
 
-_say = logging.getLogger(f"lm_eval.{NAME}").info  # with the harness's own lines
+_say = logging.getLogger(f"lm_eval.{NAME}").info  # logged among the harness's own lines
 
 
 class RopePatchLM(HFLM):
-    """A checkpoint under a scheme. All other arguments are those of lm-eval's `hf`.
+    """A checkpoint under a scheme, as a model of lm-eval. All other arguments are those of its `hf`.
 
     Args:
         pretrained: a folder, a Hub ID, a GGUF file or a folder of PEFT adapters. Remote code is never run.
@@ -90,7 +90,7 @@ class RopePatchLM(HFLM):
         elif kind_of_checkpoint(pretrained, subfolder=kwargs.get("subfolder")) == "adapters":
             peft, pretrained = pretrained, base_of(pretrained)
         if peft is not None:
-            kind_of_checkpoint(peft)  # or its clear error
+            kind_of_checkpoint(peft)  # raises a clear error if it is no checkpoint
         super().__init__(pretrained, max_length=max_length, tokenizer=tokenizer, peft=peft, **kwargs)
         stack = MeasuredModel(self._model).stacks[0]
         handle = find_handle(self._model)
@@ -178,7 +178,7 @@ def _bring_under(model: nn.Module, scheme: Any) -> None:
 
 def main() -> None:
     """Run the command of lm-eval with the model `rope_patch` registered."""
-    import lm_eval.models  # which registers its own  # noqa: F401
+    import lm_eval.models  # registers the harness's own models  # noqa: F401
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
 

@@ -85,7 +85,7 @@ class MeasuredModel:
         model = self.language_model
         return {
             "model": name or getattr(model.config, "name_or_path", "") or type(model).__name__,
-            # of the language model only, whose parameters have the same names within any wrapper
+            # only the language model's, because its parameters have the same names within any wrapper
             "weights": self.learned.weights if self.learned else weights_fingerprint(model),
             "training_length": self.training_length,
             "dtype": str(model.dtype).removeprefix("torch."),

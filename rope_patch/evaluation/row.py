@@ -73,7 +73,7 @@ class Row:
     regime: str = "training-free"
     mount: str = "none"
     step: int | None = None
-    task: str = "perplexity"  # what rows of old files have that name none
+    task: str = "perplexity"  # the task of rows in old files, which name none
     seconds: float | None = None
     tokens_per_second: float | None = None
     dtype: str = ""
@@ -159,7 +159,7 @@ class Row:
         check_types(fields, _types())
         for name in filter(fields.get, _SHARES):
             values = fields[name] if isinstance(fields[name], list) else [fields[name]]
-            if any(value < 0 or value > 1 for value in values):  # one that was not measured is NaN
+            if any(value < 0 or value > 1 for value in values):  # a value that was not measured is NaN
                 raise ValueError(f"{name}={fields[name]!r:.80} must be from 0 to 1")
         for name in _AT_LEAST_ONE:
             if fields.get(name) is not None and fields[name] < 1:

@@ -118,7 +118,7 @@ def _measure(
     scores.update(zip(map(id, new), over_processes(score, new, model), strict=True))
     seconds = time.perf_counter() - began
     speed: dict[str, Any] = {}
-    if unfinished is None or not unfinished.recalled:  # else a part of the time passed in another run
+    if unfinished is None or not unfinished.recalled:  # else a part of the time was spent in another run
         speed["seconds"] = round(seconds, 3)
         speed["tokens_per_second"] = round(sum(task.size(item) for item in new) / seconds, 1)
 

@@ -19,8 +19,8 @@ from rope_patch.data.windows import FEW
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.row import Row
 
-FEW_TOKENS = 100  # of those that a protocol chose: with fewer nothing is claimed
-TAIL = statistics.NormalDist().cdf(-2)  # of a normal distribution, beyond two errors on one side
+FEW_TOKENS = 100  # with fewer tokens chosen by a protocol, nothing is claimed
+TAIL = statistics.NormalDist().cdf(-2)  # the share of a normal distribution beyond two errors on one side
 SHARED = 0.33  # correlation of neighbours for which `error_of_neighbours` is unbiased, amid those of 0 to 0.5
 
 

@@ -37,7 +37,7 @@ _REGIMES = {
     "from-scratch": ("‡", "made to be trained with from scratch; measured here without"),
 }
 
-LOST_MARK = "§"  # of attention cut at L that lost its sinks
+LOST_MARK = "§"  # marks attention cut at L that lost its sinks
 LOST = 0.1  # nats above the text cut to L from which on attention cut at L counts as another model
 WIDE = 120  # columns of a table without a terminal
 

@@ -104,7 +104,7 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
             "The checkpoint does not copy the passage, not even inside L, so no other row means anything.",
             f"perplexity --protocol last --lengths 1x,{max(free)} --scheme {tried[0].line}",
         )
-    verdicts = []  # of the longest first
+    verdicts = []  # one per length, the longest first
     for length, reference in free.items():
         at_length = [row for row in tried if row.length == length]
         verdicts.append(compare(min(at_length, key=lambda row: row.loss), reference, len(tried)))
@@ -190,7 +190,7 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
     if not free:
         told = f"Nothing was trained and measured beyond L = {at_l} with a reference."
         return Verdict("nothing", told, "finetune --scheme yarn:target=auto --length 2x")
-    verdicts = []  # of the longest first
+    verdicts = []  # one per length, the longest first
     for length, reference in free.items():
         after = min((row for row in trained if row.length == length), key=lambda row: row.loss)
         after_at_l = next((row for row in trained if (row.line, row.length) == (after.line, at_l)), None)
@@ -231,7 +231,7 @@ def of_answers(rows: Sequence[Row]) -> Verdict:
     if missing:
         command = "passkey --task spans --lengths 1x,2x,4x --scheme rerope:target=auto+logn"
         return Verdict("nothing", f"Nothing can be said about reading farther: {missing}.", command)
-    verdicts = []  # of the longest first
+    verdicts = []  # one per length, the longest first
     for length in beyond:
         cells = {line: [row for row in of_line[line] if row.length == length] for line in of_line}
         shares = {line: fmean(row.share for row in cells[line]) for line in cells}

@@ -121,7 +121,7 @@ def _first_position(stack: PreTrainedModel, embedding: nn.Embedding, ids: torch.
         if _rows_read(stack, embedding, input_ids=padded, attention_mask=mask) != rows:
             return None
         found = _rows_read(stack, embedding, input_ids=ids, attention_mask=mask, position_ids=every_other)
-    except Exception:  # it takes no positions, for example
+    except Exception:  # for example because it takes no positions
         return None
     if found is None or found[0] > rows[0] or found != list(range(found[0], found[0] + 2 * _TOKENS, 2)):
         return None

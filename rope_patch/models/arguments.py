@@ -74,7 +74,7 @@ def _slots_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
     them.
     """
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):  # by layer type, as `generate` and models of images prepare them
+    if isinstance(mask, dict):  # masks by layer type, as `generate` and models of images prepare them
         mask = mask.get("full_attention")
     if not isinstance(mask, torch.Tensor):
         return None

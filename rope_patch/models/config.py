@@ -43,7 +43,7 @@ def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) 
 
 
 def _is_size(value: Any, largest: int = LARGEST_SIZE) -> bool:
-    if isinstance(value, (list, tuple, dict)):  # by layer, or by part of the model
+    if isinstance(value, (list, tuple, dict)):  # values by layer, or by part of the model
         return bool(value) and all(_is_size(part) for part in (value.values() if isinstance(value, dict) else value))
     return type(value) in (int, float) and 1 <= value <= largest and value % 1 == 0
 
@@ -91,7 +91,7 @@ def context_lengths(config: Any) -> ContextLengths:
     if kind in ("default", "dynamic"):
         return ContextLengths(longest, longest)
     if not stated:
-        longest = max(longest, int(getattr(config, "max_sequence_length", None) or 0))  # as Vicuna 1.5 and LongChat
+        longest = max(longest, int(getattr(config, "max_sequence_length", None) or 0))  # Vicuna 1.5 and LongChat
         return ContextLengths(max(1, round(longest / max(1, factor))) if kind in _SLOWED else longest, longest)
     original = int(stated)
     raised = kind in ("llama3", "longrope") and longest > original  # the factor of Llama 3.2 is more than was trained

@@ -54,7 +54,8 @@ def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dic
     owners = {(tables.module, tables.layer_type): tables for tables in rotary}
     blocks = _blocks(stack)
     passed: dict[nn.Module, RotaryTables | None] = {}
-    for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):  # as a block may return
+    # a block may return states alone, or a tuple
+    for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):
         calls = _calls(stack, {**dict.fromkeys(blocks, answer), **{module: module for module, _ in owners}})
         results = [((call.module, call.named.get("layer_type")), call.result) for call in calls]
         answers = [(owners[place], result) for place, result in results if place in owners]

@@ -427,7 +427,7 @@ def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str
         "hidden_states": hidden,
         "position_embeddings": tables,
         "attention_mask": None,
-        "shared_kv_states": {},  # for layers that read the keys of this one
+        "shared_kv_states": {},  # read by layers that share the keys of this one
         "position_ids": torch.arange(_TOKENS, device=hidden.device)[None],
     }
     accepted = inspect.signature(module.forward).parameters

@@ -38,7 +38,7 @@ _LAYER_TYPES = {
 
 _LARGEST = 1e300  # larger numbers overflow in computations
 
-LARGEST_SIZE = 10**15  # of the sizes and factors in a config
+LARGEST_SIZE = 10**15  # the largest size or factor in a config
 
 
 def is_number(value: Any) -> bool:

@@ -81,7 +81,8 @@ def export_rope_parameters(
         raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are not a rotation")
     kinds = set(getattr(config, "layer_types", None) or ())
     mixed = {"full_attention", "sliding_attention"} <= kinds and None in rope_entries(config)
-    if not scheme.by_layer and mixed and _has_window("sliding_attention", config):  # which a patch leaves unchanged
+    # a patch leaves layers with a window unchanged
+    if not scheme.by_layer and mixed and _has_window("sliding_attention", config):
         window = configs_of_type(config, "sliding_attention")[0].sliding_window
         raise NotExpressible(
             f"{type(config).__name__} has one entry of rope_parameters for full and sliding-window layers; "
@@ -94,7 +95,7 @@ def export_rope_parameters(
     for layer_type, chosen in _by_entry(scheme, config).items():
         entry = rope_entries(config)[layer_type]
         share = entry.get("partial_rotary_factor", 1.0)
-        is_share = entry.get("rope_type") == "proportional"  # of the pairs; otherwise of the dimensions
+        is_share = entry.get("rope_type") == "proportional"  # a share of the pairs; otherwise of the dimensions
         dim = head_dim(configs_of_type(config, layer_type)[0])
         spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
         scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())

@@ -129,7 +129,7 @@ class ForwardCall:
         Raises:
             UnsupportedPositions: nobody may look at positions here, or the texts of a row have lengths of their own.
         """
-        if self.forward.traced:  # nor can it put a scheme into words
+        if self.forward.traced:  # a graph cannot put a scheme into words either
             raise UnsupportedPositions(
                 "the regions of this scheme follow the length of the text, which a compiled graph does not know; set "
                 "length=..., or run eagerly"

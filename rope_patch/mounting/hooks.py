@@ -78,7 +78,7 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool, compiling: 
     tokens = cast(torch.Tensor, tokens_of(kwargs))
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
-        positions = positions[0]  # of the text, see `PassPositions`
+        positions = positions[0]  # the positions of the text, see `PassPositions`
     if isinstance(mask, torch.Tensor):
         return groups_of_pads(mask) if mask.ndim == 2 and (compiling or not mask.all()) else None
     if not causal:
@@ -157,7 +157,7 @@ class LayerHook:
     def _look(self, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall:
         """Make the call from the module's positions, mask and cache."""
         state, hidden, cache = self.state, kwargs["hidden_states"], cache_in(kwargs)
-        stack_of(module, state.layer.name)  # which a copy of this layer has not
+        stack_of(module, state.layer.name)  # refuses a copy of this layer, which has no stack
         paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
         index = state.layer.cache_index
         if cache is not None:
@@ -166,7 +166,7 @@ class LayerHook:
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, index, hidden.shape[1])
         if isinstance(start, torch.Tensor) and not state.forwards.traced:
-            start = int(start)  # of a static cache, read once
+            start = int(start)  # the counter of a static cache, read once
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
         call = ForwardCall(state, state.forwards.for_positions(position_ids), hidden, position_ids, start, anchor)
@@ -249,7 +249,8 @@ def _identity(tables: Any, device_type: str, fewer: bool) -> Any:
         return torch.ones_like(tables)
     cos, sin = tables
     dtype = cos.dtype
-    if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
+    # otherwise the cache would hold float32 keys beside half-precision values
+    if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
     return (IdentityTable.from_tensor(one, 1), IdentityTable.from_tensor(zero, 0)) if fewer else (one, zero)

@@ -102,8 +102,8 @@ class LearnedWeights:
         ones stay on the meta device.
         """
         values = {"relative_attention_bias": cast(Any, stack.get_submodule(self.table)).weight} if self.table else {}
-        for holder, names in ((stack, self.shared), (module, self.own)):  # what adapters train comes last
-            if names:
+        for holder, names in ((stack, self.shared), (module, self.own)):
+            if names:  # copies that adapters train come last, and win
                 values |= {path.rpartition(".")[2]: value for path, value in getattr(holder, NAME).named_parameters()}
         return {name: value if value.is_meta else value.detach().cpu() for name, value in values.items()}
 

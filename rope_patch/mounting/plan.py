@@ -377,7 +377,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         return ()
     kept = {}
     for module in {module: None for rotary in stack.rotary for module in rotary.modules}:
-        changes.log(module, ModuleState(module))  # which its forward changes
+        changes.log(module, ModuleState(module))  # its forward changes these
         kept[module] = KeptTables(module, plan.scheme, stack.checkpoint.max_length)
         changes.log(module, kept[module])
     for module, name, value in stack.replacements if plan.late else ():
@@ -408,7 +408,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
 
 
 def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes) -> None:
-    """Hook a stack and those of its layers that are scored late."""
+    """Hook a stack, and the layers in it that are scored late."""
     # an unchanged or sliding layer needs the mask of all pairs; if all layers delegate, nothing here needs groups
     reads_groups = len(states) == stack.config.num_hidden_layers and all(state.reads_groups for state in states)
     scorers = tuple(state.layer.module for state in states)

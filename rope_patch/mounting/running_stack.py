@@ -81,7 +81,7 @@ class LayersHook:
         """
         if traced():
             return
-        if getattr(module, "_is_replica", False):  # of `nn.DataParallel`, made for one forward
+        if getattr(module, "_is_replica", False):  # a replica of `nn.DataParallel`, made for one forward
             for inner in module.modules():
                 if _LINK in vars(inner):
                     setattr(inner, _LINK, StackLink(module))
@@ -93,7 +93,8 @@ class LayersHook:
 
     def _check(self, module: nn.Module, blocks: tuple[nn.Module, ...]) -> None:
         known, family = set(self.blocks), type(module).__name__
-        ours = [next((inner for inner in block.modules() if inner in known), None) for block in blocks]  # in a wrapper
+        # a block may be in a wrapper
+        ours = [next((inner for inner in block.modules() if inner in known), None) for block in blocks]
         if None in ours:
             place = ours.index(None)
             raise UnsupportedModel(

@@ -65,7 +65,7 @@ def late_attention(
         arguments = (query, key, value), attention_mask, scaling, kwargs
         if (scored := rope_patch.step.attend(rope_patch, module, *arguments)) is not None:
             return scored
-    if rope_patch is None and not is_linked(module):  # of a model that asked for its scheme by name
+    if rope_patch is None and not is_linked(module):  # the model asked for its scheme by name
         by_name = ALL_ATTENTION_FUNCTIONS._global_mapping[IMPLEMENTATION]
         return by_name(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     call, paged = _checked(module, rope_patch, kwargs)
@@ -266,7 +266,7 @@ def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: tor
             f"which {type(module).__name__} keeps keys is not supported"
         )
     call.remember()
-    return key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
+    return key.plain() if isinstance(key, CachedKeys) else key  # keys of a static cache are plain already
 
 
 def query_factors(call: ForwardCall, query: torch.Tensor, learned: Weights) -> torch.Tensor | None:

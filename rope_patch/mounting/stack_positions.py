@@ -79,7 +79,7 @@ class PassPositions:
         if tokens is None or (self.axes == 1 and PASSED in kwargs):
             return None  # without tokens the model itself raises
         position_ids = kwargs.get("position_ids")
-        if position_ids is None:  # as such stacks count
+        if position_ids is None:  # such stacks count by slot
             slots = slot_positions(kwargs)
             position_ids = slots if self.axes == 1 else slots.expand(len(tokens), -1)
         if self.axes == 1:

@@ -96,7 +96,7 @@ class Changes:
         return [each.fork for each in self._forks]
 
     def settle_configs(self) -> None:
-        """From here on, changes in a forked config are the user's, and `undo` keeps them."""
+        """Treat further changes in a forked config as the user's, which `undo` keeps."""
         for each in self._forks:
             each.settled = copy.copy(vars(each.fork))
 

@@ -57,7 +57,8 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(
         Path(path).parent, gguf_file=Path(path).name, config=config, quantization_config=unpacked, **kwargs
     )
-    expected = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())  # tied ones once
+    # tied weights count once
+    expected = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())
     if held != expected:
         positions = " (rope_freqs.weight among them)" * any("rope_freqs" in tensor.name for tensor in tensors)
         raise UnsupportedModel(
@@ -114,7 +115,7 @@ def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, 
     if (base := stated.get("rope.freq_base_swa")) and "sliding_attention" in parameters:
         parameters["sliding_attention"]["rope_theta"] = base
     if (pattern := stated.get("attention.sliding_window_pattern")) is not None:
-        if isinstance(pattern, int):  # the last of so many layers sees everything
+        if isinstance(pattern, int):  # the last layer of each such group has full attention
             pattern = [(index + 1) % pattern != 0 for index in range(config.num_hidden_layers)]
         config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     scalar, width = "query_pre_attn_scalar", head_dim(config)

@@ -154,7 +154,7 @@ def parameters_for(
     if not forms:
         raise reasons[0]
     if len(forms) == 2 and has_equal_lists(forms[0]):
-        del forms[0]  # the same lists with a temperature that fewer programs read
+        del forms[0]  # equal lists, but with a temperature that fewer programs read
     for form in forms:
         for entry in [form] if "rope_type" in form else filter(None, form.values()):
             if entry["rope_type"] == "longrope" and "attention_factor" in entry:  # vLLM and SGLang read the others
@@ -181,7 +181,7 @@ def served_by(scheme: Scheme | None, config: Any) -> list[str]:
     except NotExpressible:
         return []
     if entry_of(parameters)["rope_type"] == "dynamic":
-        return []  # its readers disagree
+        return []  # programs that read it disagree
     rows = zip(
         SERVERS, supported(parameters, config.architectures, readers=(TRANSFORMERS, VLLM, LLAMA_CPP)), strict=True
     )

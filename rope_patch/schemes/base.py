@@ -95,7 +95,7 @@ class _SchemeType(type):
         """The fields, which `inspect` would else hide behind `__call__`."""
         return inspect.Signature(list(inspect.signature(cls.__init__).parameters.values())[1:])  # type: ignore[misc]
 
-    if not TYPE_CHECKING:  # else a checker would take any fields for any class
+    if not TYPE_CHECKING:  # else a type checker would accept any fields for any class
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             """An instance of the class.
@@ -474,7 +474,7 @@ class Scheme(metaclass=_SchemeType):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"name": ..., **fields}`, which `scheme_from_dict` reads back."""
+        """Convert to `{"name": ..., **fields}`, which `scheme_from_dict` reads back."""
         return {"name": self.name, **self.fields()}
 
     def __str__(self) -> str:

@@ -62,10 +62,10 @@ class Compose(Combined):
     name = "compose"
     summary = "several schemes side by side"
     aliases = ()
-    title = "composition"  # its parts are named one by one
+    title = "composition"  # errors and tables name its parts one by one
     equation = "each slot from its owner; query scales multiply, biases add, frequencies are refined in turn"
     source = Source("the one equation of this project", 2026, "")
-    rope_type = None  # its parts are asked, see `rope_parameters`
+    rope_type = None  # the parts give it, see `rope_parameters`
     sweep = None  # a search tries plain schemes
 
     def __init__(self, *schemes: Scheme) -> None:

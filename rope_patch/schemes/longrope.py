@@ -71,7 +71,7 @@ class LongRoPE(Scheme):
         if self.factor is not None:
             return self
         trained = self.original_max_position_embeddings or checkpoint.training_length
-        filled = copy.copy(self)  # which a checkpoint may have with values that no new scheme may have
+        filled = copy.copy(self)  # not `replace`: a checkpoint may have values that no new scheme may have
         object.__setattr__(filled, "factor", max(1.0, checkpoint.max_length / trained))
         return filled
 

@@ -57,7 +57,7 @@ class Recurrent(Scheme):
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         d, width = shape.hidden_size, self.width or shape.hidden_size
         sizes = ((3 * width, d), (3 * width, width), (3 * width,), (3 * width,))
-        bound = width**-0.5  # that of torch.nn.GRU
+        bound = width**-0.5  # the bound of torch.nn.GRU
         values = [bound * (2 * torch.rand(size, generator=random) - 1) for size in sizes]
         values.append(self.initial_std * bound * torch.randn(d, width, generator=random))
         return dict(zip(self.shared, values, strict=True))

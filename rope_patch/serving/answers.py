@@ -74,7 +74,8 @@ class Format:
         finally:
             for task in tasks:
                 task.cancel()
-        return await asyncio.to_thread(self.body, answers, pieces)  # it grows with the answers
+        # in a thread, because its work grows with the answers
+        return await asyncio.to_thread(self.body, answers, pieces)
 
     def body(self, answers: Sequence[Answer], pieces: Sequence[Piece]) -> bytes:
         """Write the whole answers as JSON."""

@@ -73,7 +73,8 @@ class Batch:
         self.error: BaseException | None = None
         self.manager: Any = None
         self._turns = Turns(settings["num_blocks"])
-        self._least = math.ceil(settings["num_blocks"] / settings["max_batch_tokens"])  # a step has a token for each
+        # so that a step has a token for each answer
+        self._least = math.ceil(settings["num_blocks"] / settings["max_batch_tokens"])
         eos = model.generation_config.eos_token_id
         self._eos = {eos} if isinstance(eos, int) else set(eos or ())
         self._watch: asyncio.Task[None] | None = None

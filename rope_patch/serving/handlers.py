@@ -48,7 +48,7 @@ class Exchange:
         state.manager = self.generation
         self.handler = HANDLERS[kind](OneModel(name, model, tokenizer), state)
         self.body = {"stream": False, **body, "model": name}
-        self.stream: Any = None  # of the handler, if the request asks for one
+        self.stream: Any = None  # the handler's stream, if the request asks for one
 
     def begin(self) -> None:
         """Read the request; call it in a thread."""

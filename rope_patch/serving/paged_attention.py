@@ -191,7 +191,7 @@ class Attention:
             self._grow(batch.longest[factor])
         if query.dtype != cache.dtype or query.stride()[1:] != (query.shape[2], 1):
             query = query.to(cache.dtype).contiguous()
-        result = output.to(cache.dtype).contiguous()  # itself, as a rule
+        result = output.to(cache.dtype).contiguous()  # usually no copy
         sinks = None if sinks is None else sinks.float().contiguous()
         getattr(kernel(), _name(cache.dtype))(
             ctypes.addressof(self._struct),

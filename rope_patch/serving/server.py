@@ -332,7 +332,7 @@ class Endpoint:
                 response = GONE
             except BatchEnded:
                 response = error("the model does not run; ask again later", 503)
-            except Exception:  # its text may name files of this machine
+            except Exception:  # its message may name files of this machine
                 logging.getLogger("uvicorn.error").exception("a request failed")
                 response = error(FAILED["message"], 500)
             await response(scope, receive, send)

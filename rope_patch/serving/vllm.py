@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
-    is_quantized_kv_cache,  # its own module differs between vLLM 0.32 and 0.33
+    is_quantized_kv_cache,  # its home module differs between vLLM 0.32 and 0.33
 )
 from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
 from vllm.v1.attention.backends.flash_attn import (
@@ -84,7 +84,7 @@ class Rotary(nn.Module):
         config = get_current_vllm_config()
         self.served: Served | None = None
         if config.model_config.uses_mrope and not isinstance(self, MRotaryEmbedding):
-            return  # of the tower, whose positions are its own
+            return  # an image tower, which has positions of its own
         self.served = served = served_of(config)
         if served is None:
             return
@@ -95,7 +95,7 @@ class Rotary(nn.Module):
             self._read(served.tables)
 
     def _read(self, tables: Tables) -> None:
-        """Read the scheme's tables, whose shapes are those of `Tables`."""
+        """Read the scheme's tables, whose shapes are documented in `Tables`."""
         own = cast(Any, self)
         with_order = isinstance(self, MRotaryEmbedding) and type(self).__name__ != MRotaryEmbedding.__name__
         if with_order or not hasattr(own, "cos_sin_cache") or own.cos_sin_cache.shape[1] != tables.cos_sin.shape[1]:

@@ -92,7 +92,7 @@ def _admit(validate: Callable[..., None], request: Any, params: Any) -> None:
     """
     validate(request, params)
     if getattr(_seen, "params", None) is not params:
-        return  # of an engine without factors
+        return  # a request of an engine without factors
     processor, _seen.params = _seen.processor, None
     prompt = request.get("prompt_token_ids")
     if prompt is None:

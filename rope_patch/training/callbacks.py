@@ -113,7 +113,7 @@ class PerplexityCallback(TrainerCallback):
         points_of_step = self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
         numbers: dict[str, Any] = {f"eval_perplexity_{point.length}": point.perplexity for point in points_of_step}
         if self.log is not None:
-            due = control.should_log  # which `Trainer.log` takes back
+            due = control.should_log  # `Trainer.log` resets it
             self.log({**numbers})
             control.should_log = due
         return numbers

@@ -164,7 +164,7 @@ def blocks_for(
     else:
         chosen = [(64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 2)]
     forward, of_queries, of_keys = (Blocks(*each) for each in chosen)
-    if (few := max(16, 1 << (rows - 1).bit_length())) < forward.rows:  # in decoding
+    if (few := max(16, 1 << (rows - 1).bit_length())) < forward.rows:  # few rows, as in decoding
         forward = Blocks(few, 64 if half and width <= 128 else 32, 8, min(forward.stages, 2))
     return forward, of_queries, of_keys
 
@@ -306,7 +306,7 @@ def described(
 
     query, key, value, values, sinks, sums = tensors
     kv_length, groups = key.shape[2], problem.groups
-    if problem.mask is not None:  # of one query
+    if problem.mask is not None:  # a mask of one query
         groups = torch.where(problem.mask[:, 0, 0], 0, -1)
     in_table = values is not None and values.ndim == 2
     given = Given(

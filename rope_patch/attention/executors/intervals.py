@@ -1,5 +1,5 @@
-"""One call of a kernel of interval masks for each region, merged by log-sum-exp: chunks, packed rows and pads need no
-tiles.
+"""Attention by a kernel of interval masks, called once per region and merged by LSE: chunks, packed rows and pads need
+no tiles.
 
 The kernels are those of `cudnn.flex_attention` in `nvidia-cudnn-frontend` 1.32 (extra `gpu`), for compute capability
 9.0, 10.0 and 10.3. They are compiled for about a minute at their first use in a process, forward and backward. No GPU

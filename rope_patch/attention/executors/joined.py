@@ -81,7 +81,7 @@ def attend(problem: Problem) -> Output:
         return traced.attend(problem), None
     query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
     problem.plan = _plan(problem)
-    with torch.no_grad():  # what writes into memory has no gradient, and none is wanted
+    with torch.no_grad():  # results are written into memory, which has no gradient, and none is wanted
         return problem.plan.attend(query, key, problem.value), None
 
 
@@ -292,7 +292,7 @@ def _plan(problem: Problem) -> SlotPlan:
     turner, query = cast(Turner, problem.turner), cast(torch.Tensor, problem.query)
     by_rows = tuple(_slot_rows(problem, turner, *alike) for alike in _rows_alike(problem, turner))
     value, scaling = problem.value, problem.scaling
-    if not _holds_scores(value):  # nor the scaling
+    if not _holds_scores(value):  # products in half precision cannot hold scores, so queries are not scaled either
         return SlotPlan(turner.for_queries(query, value.shape[1])[0], by_rows, scaling)
     rotate, left = turner.for_queries(query, value.shape[1], scaling, beside=True)
     return SlotPlan(rotate, by_rows, left)
@@ -456,7 +456,7 @@ def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> t
     if added.shape[:3] == (1, 1, 1):
         return added[0]
     group = heads // kv_heads
-    if added.shape[1] == 1:  # the same for all heads
+    if added.shape[1] == 1:  # one term for all heads
         added = added[:, :, None].expand(-1, kv_heads if len(added) > 1 else 1, group, -1, -1)
     else:
         added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)

@@ -41,7 +41,7 @@ def attend(problem: Problem) -> Output:
 
 
 def pieces(problem: Problem) -> int:
-    """The number of pieces that `attend` scores, those of all groups of heads."""
+    """The number of pieces that `attend` scores, over all groups of heads."""
     spans, call = problem.spans or (), problem.rotated.as_causal
     return sum(len(block.pieces) for _, blocks in _by_heads(call, spans, tile_bias(call)) for _, block in blocks)
 

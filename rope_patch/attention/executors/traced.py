@@ -1,4 +1,6 @@
-"""One query behind a static cache in a compiled model, whose length no graph knows: shapes are those of the cache."""
+"""Attention of one query behind a static cache in a compiled model. The graph does not know the length, so shapes are
+those of the cache.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Chosen(Last):
     baseline: ClassVar[str] = TEXT_CUT
 
     def chosen(self, window: int) -> torch.Tensor:
-        """A boolean `(targets,)`, true for those of the last T tokens of a window that count."""
+        """A boolean `(targets,)`, true for the targets of a window that count."""
         raise NotImplementedError
 
     @property

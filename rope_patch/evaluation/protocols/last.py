@@ -118,7 +118,7 @@ class SpanCorruption(Last):
 
     @property
     def chosen_by(self) -> str:
-        return str(self.asked.seed)  # which also draws the spans
+        return str(self.asked.seed)  # the seed also draws the spans
 
     def spans(self, window: int) -> list[Span]:
         """The spans of the window with this number, counted from the first target."""

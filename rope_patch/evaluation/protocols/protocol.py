@@ -84,8 +84,8 @@ class Protocol(Task):
     sentence: ClassVar[str]  # for the notes below a table
     two_parts: ClassVar[bool] = False  # for encoder-decoder models; otherwise for decoders
     references: ClassVar[Sequence[str]] = (PLAIN, TEXT_CUT, CUT)  # lines that a table compares schemes with
-    needed: ClassVar[Sequence[str]] = ()  # those without which the others mean nothing
-    baseline: ClassVar[str] = CUT  # the one of them that losses are compared with
+    needed: ClassVar[Sequence[str]] = ()  # the references without which the others mean nothing
+    baseline: ClassVar[str] = CUT  # the reference that losses are compared with
     shared_targets: ClassVar[str | None] = None  # the name of `Row.targets` if all rows of a table must share it
     targets: int  # scored predictions of a context; for overlapping windows, the stride
 

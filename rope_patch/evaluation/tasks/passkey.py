@@ -28,7 +28,7 @@ FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here
 KEY = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 
-NEW_TOKENS = 7  # of an answer: a space, five digits, and one more that shows whether the number ends
+NEW_TOKENS = 7  # tokens of an answer: a space, five digits, and one more that shows whether the number ends
 
 
 class Passkey(Retrieval):

@@ -44,7 +44,7 @@ class Retrieval(Task):
         EvaluationError: the depths are not ascending shares.
     """
 
-    span: Any = None  # tokens of what is hidden, where the task has a choice
+    span: Any = None  # tokens of the hidden passage, if the task has a choice
 
     def __init__(self, depths: Sequence[float], trials: int, seed: int = 0, batch_size: int = 1) -> None:
         check_depths(depths)

@@ -202,7 +202,7 @@ class _Draws:
             spent: tokens in front of it.
         """
         upper = upper or max(int((room or self.length) / (self.ruler.count(make(step)) / step) * 3), 2 * step)
-        falling = range(upper, step - 1, -1)  # halved as RULER does, so with its draws
+        falling = range(upper, step - 1, -1)  # bisected as RULER does, so that the draws are the same
         too_many = bisect_left(falling, spent - (room or self.room), key=lambda pieces: -self.ruler.count(make(pieces)))
         return max(upper - too_many, step)
 

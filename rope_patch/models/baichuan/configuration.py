@@ -10,7 +10,7 @@ from rope_patch.errors import InvalidField, did_you_mean
 
 POSITION_KINDS = ("rope", "alibi")
 
-TRAINING_LENGTH = 4096  # that of every published checkpoint, for a config without a length
+TRAINING_LENGTH = 4096  # the length of every published checkpoint, for a config without one
 
 _ROTARY_ARCHITECTURE = "BaiChuanForCausalLM"
 _ROTARY_HIDDEN_SIZE = 4096
