@@ -134,7 +134,7 @@ def _unpatched(model: nn.Module, stack: Stack) -> str:
     if record is None:
         return "not patched; this is its native scheme"
     if record.positions is not None:
-        return f"not patched; its table has the rows of {record.scheme}, which repatch(model) takes up"
+        return f"not patched; its table has the rows of {record.scheme}, which repatch(model) applies"
     if record.is_stated(stack.config):
         return f"not patched; its config records {record.scheme}, which Transformers applies by itself"
     return f"not patched; its config records {record.scheme}, which is not applied: use repatch(model)"
@@ -247,13 +247,13 @@ def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[st
     if stack.rotary:
         if asked.refines and added:
             return [("frequencies", f"{part}, the checkpoint's own, refined") for part in added]
-        stand_in = "the bias" if asked.brings_bias else "positions that join at the input"
+        stand_in = "the bias" if asked.brings_bias else "positions added at the input"
         return [("rotation", f"replaced by {stand_in}; list RoPE() as well to keep both")] if NoPE() in added else []
     if plan.scheme.brings_bias:
         return [("bias", f"{part}, the checkpoint's own, stays") for part in added if "bias" in part.slots]
     native = stack.native.name if stack.native else "it"
     if "embedding" in asked.slots:
-        return [("bias", f"replaced by positions that join at the input; list {native} as well to keep both")]
+        return [("bias", f"replaced by positions added at the input; list {native} as well to keep both")]
     rotation = f"a rotation of base {BASE:g}" if RoPE() in added else "the rotation"
     return [("bias", f"replaced by {rotation}; list {native} as well to keep both")]
 

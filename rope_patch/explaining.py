@@ -46,8 +46,8 @@ class Account:
         if self.pieces:
             return f"{self.taken}: {counted(self.pieces, 'piece')}"
         if self.taken == "joined":
-            return "joined: by the plan of an earlier layer"
-        return f"{self.taken}: the attention that was there before"
+            return "joined: repeats the plan of an earlier layer"
+        return f"{self.taken}: the attention that the model had before the patch"
 
 
 Accounts = dict[int, Account]
@@ -77,7 +77,7 @@ def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: A
     model = loaded(model)
     handles = find_handles(model)
     if not handles:
-        raise NotPatched(f"{type(model).__name__} carries no scheme, so that its own attention scores every layer")
+        raise NotPatched(f"{type(model).__name__} carries no scheme, so its own attention scores every layer")
     training, states = model.training, [state for handle in handles for state in handle.layer_states]
     model.eval()
     found: dict[str, Accounts] = {}

@@ -254,10 +254,11 @@ def test_a_table_of_positions_names_the_scheme_that_extends_it(make):
     ("kind", "words"),
     [
         ("GatedRepoError", "accept its terms"),
-        ("RepositoryNotFoundError", "none that you may see"),
+        ("RepositoryNotFoundError", "not found on the Hub"),
         ("RevisionNotFoundError", "no such revision"),
         ("OfflineModeIsEnabled", "HF_HUB_OFFLINE"),
         ("LocalEntryNotFoundError", "was not reached"),
+        ("HFValidationError", "typo.*gated.*offline"),
     ],
 )
 def test_the_hub_is_asked_once_and_its_answer_named(kind, words, monkeypatch):

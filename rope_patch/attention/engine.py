@@ -61,7 +61,7 @@ def _without_terms(problem: Problem) -> str:
     have a bias, a softcap or sinks.
     """
     if not problem.biased and problem.softcap is None and problem.sinks is None:
-        return "scores are products alone, which others compute without a term"
+        return "scores have no bias, softcap or sinks, so others compute them"
     return "" if problem.q_length > 1 else "there is one query, for which others start faster"
 
 

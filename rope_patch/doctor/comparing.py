@@ -66,9 +66,9 @@ def words_of_pair(pair: Pair) -> str:
     if pair.records:
         lines.append("one of them has a scheme of rope_patch, in config.rope_patch, which the other lacks")
     if pair.differences:
-        lines += [f"the second parts from the first: {said(difference)}" for difference in pair.differences]
+        lines += [f"the second differs from the first: {said(difference)}" for difference in pair.differences]
     elif pair.agrees:
-        lines.append("both say the same positions")
+        lines.append("both state the same positions")
     return "\n".join(lines)
 
 

@@ -157,7 +157,7 @@ def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, 
         reasons.append(_UNCHECKED)
     if source.record is not None:
         verdict = "differs"
-        reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")
+        reasons.append(f"it does not know the scheme that config.rope_patch records{reader.record}")
     sources = [each.source for each in (*found, *understood.possible)]
     if differences and not reasons:
         reasons, sources = [f"it takes {reader.takes}"], [reader.source]

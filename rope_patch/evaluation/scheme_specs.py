@@ -147,7 +147,7 @@ def schemes_at_lengths(
     idle = {job.line: job.length for job in jobs if job.idle and job.line not in REFERENCES}
     for line, longest in idle.items():
         if longest > model.training_length or longest == lengths[-1]:
-            plain = "its rows up to there are those of the plain checkpoint"
+            plain = "its rows up to there equal those of the plain checkpoint"
             warnings.warn(
                 f"{line} changes nothing in texts of up to {longest} tokens: {plain}", RopePatchWarning, stacklevel=3
             )

@@ -34,7 +34,7 @@ from rope_patch.evaluation.verdict import copies, with_text_cut
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
-    "from-scratch": ("‡", "made to be trained with from scratch; measured here without"),
+    "from-scratch": ("‡", "made for training from scratch; measured here without"),
 }
 
 LOST_MARK = "§"  # marks attention cut at L that lost its sinks
@@ -350,6 +350,6 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
     reach = [f"effective length, the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167):"]
     for line, of_line in lines.items():
         found = effective_length(of_line)
-        told = f"{found}, of {found.base:.0%} within L" if found else "none, the task is not done within L"
+        told = f"{found}, of {found.base:.0%} within L" if found else "none: the task fails even within L"
         reach.append(f"  {display_name(line)}: {told}")
     return Group(Text(headline(rows, what), style="bold"), shown, *map(Text, reach))

@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean
 
 from rope_patch.data.windows import FEW
 from rope_patch.errors import counted
-from rope_patch.evaluation.effective_length import effective_length, variance_of
+from rope_patch.evaluation.effective_length import EffectiveLength, effective_length, variance_of
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.row import Row, by_line
 from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
@@ -27,7 +27,7 @@ from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
 CHEAPER = "It is cheaper to cut the text to L."
 COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
-FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` can be told from chance
+FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` stand out from noise
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
         protocol = "longppl --evaluator DIR" if best.protocol == "longppl" else best.protocol or "last"
         return Verdict(
             "too few",
-            f"At {best.length} tokens {name} is {apart} {reference}, which {too_few} cannot tell from chance. A longer "
-            "text or more documents (--text FOLDER) give more of them; more windows also come from fewer --targets.",
+            f"At {best.length} tokens {name} is {apart} {reference}, within noise ({too_few}). A longer text or "
+            "more documents (--text FOLDER) would tell more; fewer --targets also give more windows.",
             f"perplexity --protocol {protocol} --lengths 1x,{best.length} --scheme {best.line}",
         )
     evidence = f"(error {error:.3f} over {pairs_of(best)})"
@@ -214,7 +214,7 @@ def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, 
     )
     if error is not None and more > noise_of(after) * error:
         return replace(
-            verdict, kind="length", sentence=f"{told}: {more:.3f} (error {error:.3f}) of the gain is length."
+            verdict, kind="length", sentence=f"{told}: {more:.3f} (error {error:.3f}) of the gain comes from length."
         )
     return replace(verdict, kind="language", sentence=f"{told}: it learned language, not length. {CHEAPER}")
 
@@ -238,9 +238,8 @@ def of_answers(rows: Sequence[Row]) -> Verdict:
         best, known = (max(some, key=shares.__getitem__) for some in (schemes, free))
         error = math.sqrt(variance_of(cells[best]) + variance_of(cells[known]))
         told = (
-            f"at {length} tokens {display_name(best)} (`{best}`) gives {shares[best]:.0%} of the answers, the "
-            f"best reference {shares[known]:.0%} (error {error:.0%}); effective lengths: "
-            f"{reach[best] or 'none'} beside {reach[known] or 'none'}."
+            f"at {length} tokens {display_name(best)} (`{best}`) is {shares[best]:.0%} correct, the "
+            f"best reference {shares[known]:.0%} (error {error:.0%}); {_lengths(reach[best], reach[known])}."
         )
         command = f"perplexity --protocol repeat --lengths 1x,{length} --scheme {best}"
         limit = -NormalDist().inv_cdf(TAIL / len(schemes) / len(beyond))
@@ -249,3 +248,10 @@ def of_answers(rows: Sequence[Row]) -> Verdict:
         else:
             verdicts.append(Verdict("noise", f"No gain beyond noise: {told} {CHEAPER}", command))
     return next((verdict for verdict in verdicts if verdict.kind == "better"), verdicts[0])
+
+
+def _lengths(best: EffectiveLength | None, known: EffectiveLength | None) -> str:
+    """Compare the effective length of a scheme with that of a reference, in words."""
+    if str(best) != str(known):
+        return f"effective lengths: {best or 'none'} against {known or 'none'}"
+    return f"no difference in effective length: {f'both keep their score up to {best}' if best else 'neither has one'}"

@@ -34,6 +34,7 @@ from rope_patch.mounting.stack_positions import CountTokens, pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.positions import Identity
@@ -167,7 +168,7 @@ def _without_rotation(scheme: Scheme) -> Scheme | None:
 def _check_change(scheme: Scheme, stack: Stack, left_alone: dict[int, str]) -> None:
     if len(left_alone) == len(stack.layers):
         reasons = "; ".join(sorted(set(left_alone.values())))
-        raise NothingToPatch(f"{scheme} would change no layer of {type(stack.module).__name__}: {reasons}")
+        raise NothingToPatch(f"{spelled(scheme)} would change no layer of {type(stack.module).__name__}: {reasons}")
 
 
 def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[int, str]) -> Plan:

@@ -105,7 +105,7 @@ class LayersHook:
             moved = [i for i, (now, then) in enumerate(zip(ours, self.blocks, strict=False)) if now is not then]
             place = moved[0] if moved else len(ours)
             raise UnsupportedModel(
-                f"{family}: layer {place} is not the one that it was under the patch ({len(ours)} layers of "
+                f"{family}: layer {place} is not the one that was patched ({len(ours)} layers of "
                 f"{len(self.blocks)} are left), but {self.scheme} tells layers apart by their number; unpatch the "
                 "model, change its layers, and patch it again"
             )

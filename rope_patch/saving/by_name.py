@@ -134,7 +134,7 @@ def _check(model: PreTrainedModel) -> None:
     if record.positions is not None or styles != [llama]:
         _refuse(model, f"{record.scheme} replaces no rotation here, and only a rotation can be replaced during a call")
     if record.scheme.learns:
-        _refuse(model, f"plain Transformers has left out what {record.scheme} has learned")
+        _refuse(model, f"plain Transformers did not load the parameters that {record.scheme} learned")
     if _runs_elsewhere(model):
         _refuse(model, "another thread calls it while this call mounts its scheme")
 

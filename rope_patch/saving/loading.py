@@ -135,8 +135,8 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
         config, dropped = _read_config(path, **location)
         for field in dropped.keys() - kwargs.keys():
             warn(
-                f"{path} asks for {field}={dropped[field]!r:.200}, which may be code from the Hub, and gets none; if "
-                f"you trust it: from_pretrained(..., {field}=...), or --attention of a command",
+                f"{path} asks for {field}={dropped[field]!r:.200}, which may be code from the Hub, so it is ignored; "
+                f"if you trust it: from_pretrained(..., {field}=...), or --attention of a command",
                 stacklevel=3,
             )
         # as in Transformers: arguments that are fields of the config change it
@@ -206,15 +206,15 @@ def _hub_answer(error: BaseException | None) -> str:
             if isinstance(error, kind):
                 return answer
         error = error.__cause__ or error.__context__
-    return "the Hub did not give it"
+    return "it was not found on the Hub (typo?), is gated (run `hf auth login`), or this machine is offline"
 
 
 _HUB_ANSWERS = {  # the first that fits: a gated repository is also one that was not found
-    hub_errors.GatedRepoError: "on the Hub it is gated: accept its terms on its page, then run `hf auth login`",
-    hub_errors.RepositoryNotFoundError: "the Hub has none that you may see; a private one needs `hf auth login`",
-    hub_errors.RevisionNotFoundError: "on the Hub it has no such revision",
-    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, and the cache has none; pass the path of a folder",
-    hub_errors.LocalEntryNotFoundError: "neither has the cache, and the Hub was not reached; pass the path of a folder",
+    hub_errors.GatedRepoError: "it is gated on the Hub: accept its terms on its page, then run `hf auth login`",
+    hub_errors.RepositoryNotFoundError: "it was not found on the Hub (typo?), or it is private (run `hf auth login`)",
+    hub_errors.RevisionNotFoundError: "it has no such revision on the Hub",
+    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set and the cache has no copy; pass the path of a folder",
+    hub_errors.LocalEntryNotFoundError: "the Hub was not reached and the cache has no copy; pass the path of a folder",
 }
 
 

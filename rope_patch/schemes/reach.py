@@ -21,12 +21,12 @@ def shortened(scheme: Scheme, checkpoint: Checkpoint) -> str:
     typed, reach = spelled(owner), reach_of(owner, checkpoint)
     reads = f"this checkpoint already reads {today:,} tokens ({scaling_of(checkpoint)})"
     if reach is None:
-        return f"{reads}; {typed} replaces that scaling, and nobody can tell what it reaches"
+        return f"{reads}; {typed} replaces that scaling, and the length that it reaches is not known"
     if reach >= today:
         return ""
     cure = f"Leave {owner.name} out to keep that scaling"
     if takes_target(type(owner)):
-        cure = f"For twice of today: {owner.name}:target={2 * today}"
+        cure = f"For twice today's length: {owner.name}:target={2 * today}"
     return f"{reads}; {typed} reaches {reach:,}. {cure}"
 
 

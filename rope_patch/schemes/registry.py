@@ -268,7 +268,7 @@ def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
         declared = dataclasses.fields(first)
         own = {field.name: value for field in declared if (value := getattr(first, field.name)) != field.default}
         suggestion += f", or {type(first).__name__}({_spelled({**own, **fields})})"
-    return InvalidField(f"{spelled} with a scheme that has its fields: write {suggestion}")
+    return InvalidField(f"{spelled} beside a scheme that has its fields already: write {suggestion}")
 
 
 def _no_scheme(scheme: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:

@@ -101,7 +101,7 @@ def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any
         RopePatchError: see `patch`.
     """
     if (handle := find_handle(model)) is not None:
-        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, which leaves nothing to factors")
+        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, so no factor can choose its scheme")
     models = {}
     for factor, scheme in schemes.items():
         models[factor] = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})

@@ -13,14 +13,14 @@ def supports(problem: Problem) -> str:
     that holds the bias.
     """
     if problem.bias is None or problem.running_bias is not None:
-        return "it is for a bias by distance"
+        return "it needs a bias by distance"
     if not problem.fits_kernels:
         return NOT_PRODUCTS
     if problem.value.dtype not in (torch.float32, torch.float64):
         return f"{problem.value.dtype} would round the bias"
     branches = problem.rotated.branches
     if len(branches) > 1 or branches[0].region is not None:
-        return "it is for one region"
+        return "it needs a single region"
     if branches[0].key.shape[1] != branches[0].query.shape[1]:
         return "heads share keys"
     return ""

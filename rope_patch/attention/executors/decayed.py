@@ -15,7 +15,7 @@ def supports(problem: Problem) -> str:
     """
     if problem.decay is None:
         return "scores do not decay"
-    return "it is one block, whose states have decayed" if problem.rotated.decay is None else ""
+    return "the queries are one block, and the decay is in its states" if problem.rotated.decay is None else ""
 
 
 def attend(problem: Problem) -> Output:

@@ -79,7 +79,7 @@ def supports(problem: Problem) -> str:
         return "the mask is added to the scores"
     query, key, value = cast(torch.Tensor, problem.query), cast(torch.Tensor, problem.key), problem.value
     if not query.dtype == key.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return "states differ in dtype, or have one that it does not compute"
+        return "states differ in dtype, or have a dtype that it does not support"
     if not 16 <= min(widths := (query.shape[-1], value.shape[-1])) <= max(widths) <= 256:
         return "heads are narrower than 16 or wider than 256"
     if value.is_cpu:

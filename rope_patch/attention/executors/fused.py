@@ -45,7 +45,7 @@ def unsupported(problem: Problem, call: Fused) -> str:
     tables = [x for table in (*call.query_tables, *call.key_tables) if table is not None for x in table]
     one_query = problem.q_length == 1
     if not queries.dtype == call.keys.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return "states differ in dtype, or have one that it does not compute"
+        return "states differ in dtype, or have a dtype that it does not support"
     if max(queries.shape[-1], value.shape[-1]) > 256:
         return "heads are wider than 256"
     if problem.content is not None or problem.dropout != 0.0:
@@ -59,7 +59,7 @@ def unsupported(problem: Problem, call: Fused) -> str:
     if not (problem.bias is None or call.in_order or is_slope(problem, problem.bias)):
         return "positions skip, and a bias counts them"
     if any(x.requires_grad for x in tables):
-        return "the rotation wants a gradient"
+        return "the rotation needs a gradient"
     return objection(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled())
 
 

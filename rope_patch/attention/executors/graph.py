@@ -138,7 +138,7 @@ def supports(problem: Problem) -> str:
     if not has_terms(problem):
         return "running sums stand beside a bias that is not linear, or tokens see later keys"
     if problem.mask is not None and problem.mask.requires_grad:
-        return "the mask wants a gradient"
+        return "the mask needs a gradient"
     call = problem.rotated
     if call.decay is not None and any(branch.region is not None for branch in call.branches):
         return "scores decay by the positions of a region, and there are many queries"

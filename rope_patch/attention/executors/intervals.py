@@ -57,9 +57,9 @@ def supports(problem: Problem) -> str:
     if any(state.dtype != value.dtype for state in problem.rotated.states()) or value.dtype not in HALF:
         return "states differ in dtype, or are not in half precision"
     if (head_dim, value_dim) not in ((192, 128), (256, 256)) and not (_is_narrow(head_dim) and _is_narrow(value_dim)):
-        return "heads have widths that the kernels do not compute"
+        return "heads have widths that the kernels do not support"
     if _runs(problem) is None:
-        return "the mask, or the positions, leave some query keys in many places"
+        return "the mask or the positions give some query keys in many places"
     return objection(value.device, value.dtype, head_dim, value_dim)
 
 
@@ -213,7 +213,7 @@ def in_few_tiles(problem: Problem) -> str:
     if problem.compiling:
         return ""
     if not problem.differentiable:
-        return "its kernels are compiled for a minute, which is for training"
+        return "its kernels take a minute to compile, which pays in training alone"
     in_chunks = any(region.chunk > 1 for region in turner.regions)
     if problem.scattered or in_chunks or problem.spans is None:
         return ""

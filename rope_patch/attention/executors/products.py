@@ -36,9 +36,9 @@ def supports(problem: Problem) -> str:
     if torch.is_grad_enabled() and any(state.requires_grad for state in states):
         return "gradients are wanted"
     if any(not state.is_cpu for state in states):
-        return "it is for processors"
+        return "it is for CPUs"
     if any(state.dtype != torch.bfloat16 for state in states):
-        return "it is for states that are all bfloat16"
+        return "it needs bfloat16 states"
     if not multiplies_bfloat16():
         return "this processor has no instructions for products of bfloat16 matrices"
     return merged.supports(problem)
