@@ -27,14 +27,14 @@ AttentionMode = Literal[
     "flex", "reference", "joined", "merged", "products", "block", "graph", "intervals"
 ]
 # fmt: on
-"""How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
-take another where it does not apply; the names of executors force one."""
+"""The way to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one
+and take another if it does not apply; the names of executors force one."""
 
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where they were kept."""
 
 NOT_PRODUCTS = "scores are more than products and a bias by distance: a softcap, sinks, dropout, or a term by content"
-"""The reason of every executor that computes products and biases alone."""
+"""The reason that executors give which compute only products and biases."""
 
 
 @dataclass(frozen=True)
