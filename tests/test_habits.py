@@ -284,10 +284,11 @@ def test_what_needs_no_trained_rotation_is_put_into_a_t5(scheme):
     ("kind", "words"),
     [
         ("GatedRepoError", "accept its terms"),
-        ("RepositoryNotFoundError", "none that you may see"),
+        ("RepositoryNotFoundError", "not found on the Hub"),
         ("RevisionNotFoundError", "no such revision"),
         ("OfflineModeIsEnabled", "HF_HUB_OFFLINE"),
         ("LocalEntryNotFoundError", "was not reached"),
+        ("HFValidationError", "typo.*gated.*offline"),
     ],
 )
 def test_the_hub_is_asked_once_and_its_answer_named(kind, words, monkeypatch):

@@ -50,7 +50,7 @@ def display_name(line: str | Scheme) -> str:
 
 
 def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) -> Scheme | None:
-    """The scheme of a line at one length, which replaces `target=auto`.
+    """Build the scheme of a line at one length, with the length in the place of `target=auto`.
 
     Args:
         spec: `plain` or a control, which return None, or a spec for `get_scheme`, such as `yarn:target=auto`.
@@ -70,7 +70,7 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
 
 
 def with_references(schemes: Sequence[str], references: Sequence[str] = REFERENCES) -> tuple[str, ...]:
-    """The lines of a table, with missing references in front, and the text cut to L behind the plain checkpoint.
+    """Complete the lines of a table: missing references come first, and the text cut to L behind the plain checkpoint.
 
     Raises:
         RopePatchError: a scheme is misspelled; this is checked before a model is loaded.
@@ -103,7 +103,7 @@ def check_lengths(lengths: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class SchemeAtLength:
-    """One measurement under one patch."""
+    """A scheme at one length, to be measured under one patch."""
 
     line: str
     scheme: Scheme | None  # None is the plain checkpoint
@@ -123,7 +123,8 @@ class SchemeAtLength:
 def schemes_at_lengths(
     schemes: Sequence[str | Scheme], lengths: Sequence[int], model: MeasuredModel
 ) -> list[SchemeAtLength]:
-    """Every scheme at every length, with all defaults filled in, checked against the model before anything runs.
+    """Pair every scheme with every length, with all defaults filled in, and check each against the model before
+    anything runs.
 
     Raises:
         EvaluationError: there are no schemes, or duplicates, or a length exceeds the model's position table.
@@ -146,7 +147,7 @@ def schemes_at_lengths(
     idle = {job.line: job.length for job in jobs if job.idle and job.line not in REFERENCES}
     for line, longest in idle.items():
         if longest > model.training_length or longest == lengths[-1]:
-            plain = "its rows up to there are those of the plain checkpoint"
+            plain = "its rows up to there equal those of the plain checkpoint"
             warnings.warn(
                 f"{line} changes nothing in texts of up to {longest} tokens: {plain}", RopePatchWarning, stacklevel=3
             )

@@ -46,7 +46,7 @@ class SchemeParameters(nn.Module):
 
 
 class Precise:
-    """Names of parameters for which half precision has too few digits; all holders of a scheme share them."""
+    """The names of parameters for which half precision has too few digits; all holders of a scheme share them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -92,7 +92,7 @@ class LearnedWeights:
         return values | self.of_stack(stack) | self._in(module, self.own)
 
     def of_stack(self, stack: nn.Module) -> dict[str, torch.Tensor]:
-        """The shared ones by name, of any shape."""
+        """The parameters that layers share, by name, of any shape."""
         return self._in(stack, self.shared)
 
     def _in(self, module: nn.Module, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -103,8 +103,8 @@ class LearnedWeights:
         ones stay on the meta device.
         """
         values = {"relative_attention_bias": cast(Any, stack.get_submodule(self.table)).weight} if self.table else {}
-        for holder, names in ((stack, self.shared), (module, self.own)):  # what adapters train comes last
-            if names:
+        for holder, names in ((stack, self.shared), (module, self.own)):
+            if names:  # copies that adapters train come last, and win
                 values |= {path.rpartition(".")[2]: value for path, value in getattr(holder, NAME).named_parameters()}
         return {name: value if value.is_meta else value.detach().cpu() for name, value in values.items()}
 
@@ -151,13 +151,13 @@ def install_parameters(
 
 
 def path_of_table(stack: Stack, layer: AttentionLayer) -> str:
-    """The path in a stack of the checkpoint's own biases of a layer; empty without any."""
+    """The path in a stack to the checkpoint's own table of biases of a layer; empty without one."""
     modules = stack.module.named_modules() if layer.bias_table is not None else ()
     return next((path for path, module in modules if module is layer.bias_table), "")
 
 
 def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:
-    """The values of `Scheme.parameters`, without those that the checkpoint already has."""
+    """Initial values of the scheme's parameters, without those that the checkpoint already has."""
     values = scheme.parameters(shape_of(scheme, stack, layer), torch.Generator().manual_seed(seed))
     if layer.bias_table is not None:
         values.pop("relative_attention_bias", None)
@@ -165,7 +165,7 @@ def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: i
 
 
 def shape_of(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> ModelShape:
-    """The sizes for learned parameters of a scheme in a layer."""
+    """The sizes from which a scheme shapes its learned parameters in a layer."""
     sizes = (
         stack.config.hidden_size,
         len(stack.layers) + len(stack.others),
@@ -188,7 +188,7 @@ def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) -> Iterator[str]:
-    """The current state of the parameters of `install_parameters`, one line per name."""
+    """Describe the current state of the learned parameters, one line per name."""
     layers = list(layers)
     if not scheme.learns:
         return

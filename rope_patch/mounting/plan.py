@@ -71,7 +71,7 @@ class Plan:
     by_layer: tuple[tuple[Stack, Plan], ...] = ()
 
     def mounts(self) -> str:
-        """The mounts in one phrase, for `describe`."""
+        """Name the mounts in one phrase, for `describe`."""
         used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * bool(self.embedding)
         return " + ".join(used) or "none"
 
@@ -112,8 +112,8 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
 
 
 def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
-    """A plan for each group of layers under one scheme. A selected layer changes despite its window; a layer without
-    rotation stays unchanged only if the scheme would rotate it.
+    """Plan each group of layers under one scheme. A selected layer changes despite its window; a layer without rotation
+    stays unchanged only if the scheme would rotate it.
     """
     if stack.absolute is not None:
         raise UnsupportedModel(
@@ -156,7 +156,9 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
 
 
 def _without_rotation(scheme: Scheme) -> Scheme | None:
-    """The parts of a scheme for a layer without rotation: None if there are none, or if they would rotate it."""
+    """The parts of a scheme that apply to a layer without rotation; None if there are none, or if they would rotate
+    it.
+    """
     parts = [part for part in scheme.parts() if part != NoPE()]
     if not parts or _rotates(scheme) or _moves_positions(scheme):
         return None
@@ -196,7 +198,7 @@ def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[in
 
 
 def _numbers(scheme: Scheme, layers: Sequence[AttentionLayer]) -> dict[int, dict[str, float]]:
-    """`Plan.numbers`; layers of one class and kind share them."""
+    """The values of `Plan.numbers` by layer; layers of one class and kind share them."""
     owner = next((part for part in scheme.parts() if "frequencies" in part.slots and not part.refines), None)
     if owner is None:
         return {}
@@ -240,7 +242,9 @@ def _rotation(
 
 
 def _reads_unrotated(scheme: Scheme) -> bool:
-    """Whether it has a content bias together with a rotation: the bias reads queries and keys before they rotate."""
+    """Whether the scheme has a content bias together with a rotation: the bias reads queries and keys before they
+    rotate.
+    """
     return "content_bias" in scheme.methods and NoPE() not in scheme.parts()
 
 
@@ -313,7 +317,7 @@ def _check_scores(plan: Plan, stack: Stack) -> None:
 
 
 def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
-    """The scheme with what becomes of the checkpoint's rotation: a bias or an input embedding replaces it, unless
+    """Complete the scheme on a checkpoint with a rotation: a bias or an input embedding replaces that rotation, unless
     another part of the scheme moves the rotated positions.
     """
     if "frequencies" in scheme.slots:
@@ -328,7 +332,7 @@ def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
 
 
 def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> Scheme:
-    """A scheme that refines frequencies, composed with the checkpoint's own scheme."""
+    """Compose a scheme that refines frequencies with the checkpoint's own scheme."""
     natives = {scheme_of_layer_type(stack.config, layer.layer_type) for layer in touched}
     native = natives.pop()
     if native is None or natives:
@@ -340,7 +344,9 @@ def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer
 
 
 def _on_bias(scheme: Scheme, stack: Stack) -> Scheme:
-    """The scheme with the checkpoint's bias, which a rotation or an input embedding replaces, and none else."""
+    """Complete the scheme on a checkpoint with a bias: a rotation, a bias or an input embedding replaces that bias, and
+    any other scheme keeps it.
+    """
     if "frequencies" in scheme.slots:
         return scheme
     if _moves_positions(scheme):
@@ -370,7 +376,7 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
 
 
 def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> tuple[LayerState, ...]:
-    """Carry out a plan; returns the state of each layer that changes. On an error the caller undoes `changes`."""
+    """Carry out a plan and return the state of each layer that changes. On an error the caller undoes `changes`."""
     if stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
         if stack.absolute.first is not None:
@@ -378,7 +384,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         return ()
     kept = {}
     for module in {module: None for rotary in stack.rotary for module in rotary.modules}:
-        changes.log(module, ModuleState(module))  # which its forward changes
+        changes.log(module, ModuleState(module))  # its forward changes these
         kept[module] = KeptTables(module, plan.scheme, stack.checkpoint.max_length)
         changes.log(module, kept[module])
     for module, name, value in stack.replacements if plan.late else ():
@@ -409,7 +415,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
 
 
 def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes) -> None:
-    """Hook a stack and those of its layers that are scored late."""
+    """Hook a stack, and the layers in it that are scored late."""
     # an unchanged or sliding layer needs the mask of all pairs; if all layers delegate, nothing here needs groups
     reads_groups = len(states) == stack.config.num_hidden_layers and all(state.reads_groups for state in states)
     scorers = tuple(state.layer.module for state in states)
@@ -480,7 +486,9 @@ def _install_layers(
 
 
 def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> dict[RotaryTables | None, OwnTables]:
-    """The scheme's tables for layers that share the model's with others: in copies of the rotary modules."""
+    """Copy the rotary modules of layers that share the model's with others, and write the scheme's tables into the
+    copies.
+    """
     copies = {}
     for rotary in {cast(RotaryTables, layer.rotary) for layer in layers}:
         copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module), copies=())

@@ -1,4 +1,6 @@
-"""Saving a patched model: its adapters record the scheme, and one warning names what plain libraries will drop."""
+"""Saving a patched model: adapters record the scheme, and one warning names the positions that plain libraries will
+drop.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _OF_THE_BASE = "base_model."
 
 @dataclass
 class Notice:
-    """The record of a scheme and the warnings about it, each of which is given once.
+    """The record of a scheme for saved folders, and the warnings about it, each given once.
 
     Attributes:
         native: the scheme of the plain checkpoint, as text.
@@ -46,7 +48,7 @@ class Notice:
 
 
 class SaveModel:
-    """`save_pretrained` of a patched model, as an attribute of the model."""
+    """The `save_pretrained` of a patched model, set as an attribute of the model."""
 
     def __init__(self, owner: Any, notice: Notice) -> None:
         self.owner = owner
@@ -54,7 +56,7 @@ class SaveModel:
         self._before = vars(owner).get("save_pretrained")
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as without a scheme, then record it where the config does not, and warn."""
+        """Save as the model would without a scheme, record the scheme if the config does not, and warn."""
         for hook in getattr(self.owner, "_state_dict_pre_hooks", {}).values():
             if isinstance(hook, AdapterHook):  # Transformers saves the config of adapters before it collects weights
                 hook(self.owner)
@@ -71,7 +73,7 @@ class SaveModel:
         return result
 
     def restore(self) -> None:
-        """Take this attribute back, also from below that of another part's patch."""
+        """Remove this attribute, also if the patch of another part has put its own on top."""
         holder = vars(self.owner).get("save_pretrained")
         if holder is self and self._before is None:
             del self.owner.save_pretrained
@@ -83,7 +85,7 @@ class SaveModel:
             holder = holder._before
 
     def _record(self, folder: Path) -> None:
-        """The config of the model has the record; that of adapters was written before their weights."""
+        """Renew the checksum of adapters, whose record was written before their weights; a config has its record."""
         renew_checksum(folder)
 
     def _is_whole(self) -> bool:
@@ -91,7 +93,7 @@ class SaveModel:
         return _is_recorded(self.owner)
 
     def _lost(self, folder: str) -> str:
-        """The positions that a reader of the folder will miss, as a sentence; empty if nothing."""
+        """A sentence on the positions that a reader of the folder will miss; empty if it misses none."""
         if not self._is_whole():
             return _part_warning(self.notice, folder)
         if self.notice.is_stated or vars(self.owner).get("_hf_peft_config_loaded"):  # then only the adapters are saved
@@ -103,7 +105,7 @@ class SaveModel:
 
 
 class SaveAdapters(SaveModel):
-    """`save_pretrained` of the config of adapters in or around a patched model, as an attribute of that config.
+    """The `save_pretrained` of the config of adapters in or around a patched model, set as an attribute of that config.
 
     Args:
         owner, notice: as of `SaveModel`.

@@ -20,8 +20,8 @@ _SAMPLES = 1025
 
 
 def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
-    """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong. The parts of a
-    model are as they were read before the patch, each `mounted` with the plan for it.
+    """The warning about a patch, a sentence without a full stop, which `describe` shows too; empty if nothing is wrong.
+    The parts of a model are as they were read before the patch, each `mounted` with the plan for it.
     """
     groups = _by_scheme(mounted)
     names = "+".join(part.name for part in scheme.parts())
@@ -60,7 +60,7 @@ def scaled_in_vain(mounted: Sequence[tuple[Stack, Plan]]) -> str:
 
 
 def changes_nothing(mounted: Sequence[tuple[Stack, Plan]], longest: int) -> bool:
-    """Whether a model computes what it would without a patch, in texts of up to `longest` tokens; the parts of the
+    """Whether the patched model computes the same as the plain one in texts of up to `longest` tokens; the parts of the
     model are `mounted` as in `scheme_warning`.
     """
     return all(_is_idle(stack, plan, longest) for stack, plan in _by_scheme(mounted))
@@ -71,7 +71,7 @@ def _by_scheme(mounted: Sequence[tuple[Stack, Plan]]) -> list[tuple[Stack, Plan]
 
 
 def lost_positions(stack: Stack, scheme: Scheme) -> str:
-    """Which positions of the checkpoint are gone under a planned scheme."""
+    """The positions of the checkpoint that a planned scheme removes, in words; empty if it keeps them."""
     if stack.absolute is not None:
         return "" if scheme.keeps_rows else "the table of positions"
     if stack.rotary:
@@ -80,7 +80,7 @@ def lost_positions(stack: Stack, scheme: Scheme) -> str:
 
 
 def _scaled_values(stack: Stack, plan: Plan, names: str) -> str:
-    """What a temperature in cos and sin does where values rotate as well."""
+    """A warning about a temperature in cos and sin, if values rotate as well; else an empty string."""
     if not plan.rotary or plan.is_native(stack):
         return ""
     specs = dict.fromkeys(layer.spec for layer in plan.touched(stack) if layer.turns_values)
@@ -96,7 +96,9 @@ def _scaled_values(stack: Stack, plan: Plan, names: str) -> str:
 
 
 def _rounded(stack: Stack, plan: Plan, names: str) -> str:
-    """How the checkpoint's own frequencies were rounded, if layers still rotate by them under a plan."""
+    """A warning about rounded frequencies of the checkpoint, if layers still rotate by them under a plan; else an empty
+    string.
+    """
     if plan.frequencies == "late" or (plan.rotary and not plan.is_native(stack)):
         return ""
     found = (layer.rotary.rounding for layer in plan.touched(stack) if layer.rotary is not None)
@@ -133,7 +135,7 @@ def _rotate_alike(scheme: Scheme, other: Scheme, stack: Stack, plan: Plan, lengt
 
 
 def _keep_distances(regions: Sequence[Region], positions: torch.Tensor) -> bool:
-    """Whether the last position sees all of these at their true distances."""
+    """Whether the last position sees all of these `positions` at their true distances."""
     m, kept = positions[-1:], torch.zeros_like(positions, dtype=torch.bool)
     for region in regions:
         moved, distance = region.rotated_distance(m, positions), m - positions

@@ -65,7 +65,7 @@ def save_pretrained(model: nn.Module | PatchHandle, folder: str | Path, **kwargs
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether a module in it keeps a part of its weights, which only `FullyShardedDataParallel` can collect."""
+    """Whether a part of the model is sharded by `FullyShardedDataParallel`, which alone can collect its weights."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -86,7 +86,7 @@ def _saved_part(model: nn.Module) -> Any:
 
 
 def _record_of(model: nn.Module, handles: tuple[PatchHandle, ...]) -> Record | None:
-    """The record of a model all of whose stacks carry one scheme.
+    """The record of a model, if all of its stacks carry one scheme.
 
     Raises:
         UnsupportedModel: they do not, and a config has one record for all of them.
@@ -102,7 +102,7 @@ def _record_of(model: nn.Module, handles: tuple[PatchHandle, ...]) -> Record | N
 
 
 def _settings_in(folder: Path, model: Any, kwargs: dict[str, Any]) -> list[Path]:
-    """The files that describe what was saved: a config, or those of adapters."""
+    """The settings files that were saved: a config, or the ones of adapters."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         return [folder / CONFIG_NAME]

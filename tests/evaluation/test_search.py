@@ -277,7 +277,7 @@ def test_the_small_checkpoint_is_searched_by_what_is_far_back(tmp_path, capsys, 
     words += ["--generations", "1", "--output", tmp_path / "out", "--device", "cpu"]
     assert run_recipe("search", words) == 0
     out = capsys.readouterr().out
-    assert "which 1 window cannot tell from chance" in out
+    assert "within noise (1 window)" in out
     assert "found, plain up to L" in out
     assert (tmp_path / "out" / "search.png").stat().st_size > 10_000
 

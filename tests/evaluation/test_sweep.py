@@ -358,7 +358,7 @@ def test_one_book_is_read_in_many_windows_before_anything_is_recommended(checkpo
 
     alone, said = swept("--windows-per-document", "1", "--documents", "8")
     assert (alone["recommended"], alone["verdict"], alone["standard_error"]) == (None, "too few", None)
-    assert "which 1 window cannot tell from chance. A longer text" in alone["sentence"]
+    assert "within noise (1 window). A longer text" in alone["sentence"]
     assert "rope-patch: asked for 8 documents, found 1\n" in said
     assert "rope-patch: only 1 window: below 8" in said
 

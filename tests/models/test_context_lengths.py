@@ -236,7 +236,7 @@ def test_a_scheme_that_shortens_the_checkpoint_says_so_and_what_to_write(name):
     for spec, reach in (("yarn:factor=1.5", 1.5 * original), (f"yarn:target={today // 2}", today // 2)):
         (said,) = scheme_on(name, spec)[1]
         assert f"already reads {today:,} tokens" in said
-        assert f"reaches {round(reach):,}. For twice of today: yarn:target={2 * today}" in said
+        assert f"reaches {round(reach):,}. For twice today's length: yarn:target={2 * today}" in said
     (said,) = scheme_on(name, "rope")[1]
     assert f"rope reaches {original:,}" in said
     (said,) = scheme_on(name, "abf:base=1000000")[1]
@@ -250,8 +250,8 @@ def test_a_scheme_that_shortens_the_checkpoint_says_so_and_what_to_write(name):
 def test_the_sentence_as_a_user_of_llama_3_1_reads_it():
     (said,) = scheme_on("llama-3.1", "yarn:factor=2")[1]
     assert said.startswith(
-        "this checkpoint already reads 131,072 tokens (llama3, factor 8); yarn:factor=2 reaches 16,384. For twice of "
-        "today: yarn:target=262144"
+        "this checkpoint already reads 131,072 tokens (llama3, factor 8); yarn:factor=2 reaches 16,384. For twice "
+        "today's length: yarn:target=262144"
     )
 
 

@@ -1,4 +1,4 @@
-"""A protocol that needs what is farther than L: a passage that the text repeats."""
+"""A protocol that needs text farther back than L: a passage that the window repeats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_WINDOWS = 8  # in all documents
 
 
 class Repeat(Protocol):
-    """A passage near the start of a window is appended again, and the copy is scored from its 33rd token.
+    """Append a passage near the start of a window again, and score the copy from its 33rd token.
 
         x[0], ..., x[31], P, x[p + 32], ..., x[n], P      P = x[32], ..., x[p + 31], p = T + 32
 
@@ -81,7 +81,7 @@ class Repeat(Protocol):
         return [replace(cell, items=items, same_as=None)] if longest > reach else []
 
     def _cut(self, context: Context) -> Context:
-        """The last L tokens of a context."""
+        """Truncate a context to its last L tokens."""
         kept = context.tokens[len(context.tokens) - (self.training_length + 1 - len(self.prefix)) :]
         tokens, gone = torch.cat([self.prefix, kept]), context.length - self.training_length
         return replace(context, tokens=tokens, start=context.start - gone, stop=context.stop - gone)
