@@ -8,7 +8,7 @@
     rope-patch perplexity --context-parallel 2 --lengths 65536
 
 The table always includes the plain checkpoint (plain), the same on the text cut to its training length L (cut), and
-attention cut at L (window); --no-references leaves them out. Results are saved as you go: run the same command again to
+the sliding window (window); --no-references leaves them out. Results are saved as you go: run the same command again to
 resume. Several processes divide the windows and write the same rows as one.
 """
 

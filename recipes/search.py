@@ -88,7 +88,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.processes import on_main
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
-    from rope_patch.evaluation.scheme_specs import TEXT_CUT
+    from rope_patch.evaluation.scheme_specs import TRUNCATED
     from rope_patch.evaluation.side_by_side import measure_together
     from rope_patch.evaluation.tables import print_table
     from rope_patch.evaluation.tasks.perplexity import Perplexity
@@ -176,7 +176,7 @@ def main(options: Options) -> None:
 
     confirmation = {}
     for protocol, test in tests.items():
-        free = test.references if protocol == options.protocol else (TEXT_CUT,)
+        free = test.references if protocol == options.protocol else (TRUNCATED,)
         lines = [*free, *(f"{start}:factor={factor:g}" for start in COMPARED)]
         confirmation[protocol] = run_task(model, test, lines, lengths, rows, name=name)
     reserve = sum(row.seconds or 0 for each in confirmation.values() for row in each if row.line.startswith(COMPARED))
@@ -408,7 +408,7 @@ def judge(rows: Sequence[Any], ordinary: Sequence[Any], command: str = NEXT["pai
 
     Args:
         rows: of the protocol that chose: of `COMPARED`, of what was found, and of the protocol's references.
-        ordinary: of protocol `last`: the same, and the text cut to L.
+        ordinary: of protocol `last`: the same, and truncated text.
         command: what you run next.
     """
     from rope_patch.evaluation.scheme_specs import display_name

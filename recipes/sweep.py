@@ -6,7 +6,7 @@
 
 Every scheme scores the same tokens of one half of the text, from the training length L up to the target. The best guess
 for each scheme comes first; the best schemes then get log-n, other values, and values in between. The other half of the
-text, which chose nothing, confirms the winner or does not. References such as the text cut to L (cut) are always
+text, which chose nothing, confirms the winner or does not. References such as truncated text (cut) are always
 measured. Results are saved as you go: run the same command again to resume.
 """
 
@@ -426,7 +426,7 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any
     grid = Grid.from_rows([row for line in rows for row in rows[line]])
     (first, *middle, target), trained = grid.lengths, grid.any.training_length
     free = display_name(grid.baseline)
-    table = Table("scheme", str(target), "minus cut", f"minus plain at {first}", *map(str, middle))
+    table = Table("scheme", str(target), "minus reference", f"minus plain at {first}", *map(str, middle))
     table.title = f"{grid.any.model}: NLL in nats per token, L = {trained}, best first"
     table.add_column("served by")
     for series in grid.series:
@@ -438,8 +438,8 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any
         style = "bold green" if series.line == best else None
         table.add_row(grid.name(series), losses[0], apart, cost, *losses[1:], served, style=style)
     errors = (
-        f"minus cut: loss minus that of {free}, ± the error of this difference; minus plain: loss minus that of the "
-        "plain checkpoint"
+        f"minus reference: loss minus that of {free}, ± the error of this difference; minus plain: loss minus that of "
+        "the plain checkpoint"
     )
     servers = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
     Console().print(table, errors, *grid.notes(), servers, sep="\n")

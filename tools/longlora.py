@@ -186,7 +186,7 @@ def draw(points: list[Any], path: Path) -> None:
     methods = list(dict.fromkeys(method for method, rate in groups if rate))[::-1]
     rates = list(dict.fromkeys(rate for _, rate in groups if rate))
     caption = f"NLL of the held-out tokens from {longest} tokens; a dot for each seed. Not trained: "
-    caption += "attention cut at L (dashed), the scheme (dotted)." + f" Learning rate {rates[0]}." * (len(rates) == 1)
+    caption += "the sliding window (dashed), the scheme (dotted)." + f" Learning rate {rates[0]}." * (len(rates) == 1)
     figure, chart = charts.sheet("What has to be trained for a longer context", caption, 0.9 + 0.36 * len(methods))
     for (method, rate), cells in groups.items():
         nlls = [point.nll for point in cells.get(longest, [])]

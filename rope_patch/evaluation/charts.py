@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, CUT, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, WINDOW, display_name
 from rope_patch.evaluation.standard_errors import loss_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
@@ -87,8 +87,8 @@ def figure(rows: Sequence[Row], **settings: Any) -> Figure:
 def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") -> Figure:
     """Draw loss (y) against context length in multiples of L (x, log 2), with bands of standard errors.
 
-    Below it, where attention cut at L or the text cut to L is among the lines, NLL minus that of the cut with the
-    errors of this difference: beneath zero, what lies beyond L helps to predict the same tokens. Attention cut at L is
+    Below it, where the sliding window or truncated text is among the lines, NLL minus that of this reference with the
+    errors of this difference: beneath zero, what lies beyond L helps to predict the same tokens. The sliding window is
     left out where it lost its sinks. Of a training, the first measurement of a scheme is dotted, and of the others the
     last is shown.
     """
@@ -96,7 +96,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     trained = grid.any.training_length
     close_up = len(grid.series) > 1 and any(one.line == grid.baseline for one in grid.series)
     shown = [one for one in grid.series if one.step is None or one.step in {0, *grid.steps(one.line)[-1:]}]
-    shown = [one for one in shown if not (one.line == CUT and grid.lost_its_sinks)]
+    shown = [one for one in shown if not (one.line == WINDOW and grid.lost_its_sinks)]
     bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
     notes = [f"Model: {Path(grid.any.model).name}, trained at L = {trained}", *grid.notes()]
     notes += [bands] if grid.any.nll_by_document[1:] else []
@@ -117,7 +117,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     if close_up:
         low, high = close_range({one: pairs for one, pairs in apart.items() if one.line != grid.baseline})
         axes[1].set_ylim(low, high)
-        axes[1].set_ylabel("nats above the cut")
+        axes[1].set_ylabel("nats above the reference")
         axes[1].axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     scale_lengths(axes[0], multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
     axes[0].set_ylabel("NLL, nats per token")

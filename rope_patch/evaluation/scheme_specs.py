@@ -18,14 +18,14 @@ from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, sch
 from rope_patch.schemes.reach import shortened
 from rope_patch.schemes.target import reached, resolved
 
-PLAIN, CUT = "plain", "window"  # the plain checkpoint, and its attention cut at the training length
-TEXT_CUT, NEAR = "cut", "near"  # the plain checkpoint on the text cut to L, and with what `repeat` repeats inside L
-CONTROLS = (TEXT_CUT, NEAR)  # lines that the plain checkpoint fills once, because they do not depend on the length
-REFERENCES = (PLAIN, CUT)  # a useful scheme must beat both
+PLAIN, WINDOW = "plain", "window"  # the plain checkpoint, and its attention cut at the training length
+TRUNCATED, NEAR = "cut", "near"  # the plain checkpoint on truncated text, and with what `repeat` repeats inside L
+CONTROLS = (TRUNCATED, NEAR)  # lines that the plain checkpoint fills once, because they do not depend on the length
+REFERENCES = (PLAIN, WINDOW)  # a useful scheme must beat both
 COMPARED = (*REFERENCES, *CONTROLS)  # lines that are no schemes
 LONG = 60  # characters of a spec that tables and charts show whole
 
-_NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L", TEXT_CUT: "text cut to L", NEAR: "passage inside L"}
+_NAMES = {PLAIN: "plain checkpoint", WINDOW: "sliding window", TRUNCATED: "truncated text", NEAR: "passage inside L"}
 
 
 def display_name(line: str | Scheme) -> str:
@@ -70,16 +70,16 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
 
 
 def with_references(schemes: Sequence[str], references: Sequence[str] = REFERENCES) -> tuple[str, ...]:
-    """Complete the lines of a table: missing references come first, and the text cut to L behind the plain checkpoint.
+    """Complete the lines of a table: missing references come first, and truncated text behind the plain checkpoint.
 
     Raises:
         RopePatchError: a scheme is misspelled; this is checked before a model is loaded.
     """
     missing = [line for line in references if line not in schemes]
     lines = [*missing, *schemes]
-    if TEXT_CUT in missing and PLAIN in schemes:
-        lines.remove(TEXT_CUT)
-        lines.insert(lines.index(PLAIN) + 1, TEXT_CUT)  # so that it takes the row of the plain checkpoint at L
+    if TRUNCATED in missing and PLAIN in schemes:
+        lines.remove(TRUNCATED)
+        lines.insert(lines.index(PLAIN) + 1, TRUNCATED)  # so that it takes the row of the plain checkpoint at L
     for line in lines:
         scheme_at(line, 1)
     return tuple(lines)

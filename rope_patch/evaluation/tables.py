@@ -20,7 +20,7 @@ from rope_patch.data.windows import FEW
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import COMPARED, CUT, NEAR, TEXT_CUT, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, NEAR, TRUNCATED, WINDOW, display_name
 from rope_patch.evaluation.standard_errors import (
     FEW_TOKENS,
     is_below,
@@ -37,8 +37,8 @@ _REGIMES = {
     "from-scratch": ("‡", "made for training from scratch; measured here without"),
 }
 
-LOST_MARK = "§"  # marks attention cut at L that lost its sinks
-LOST = 0.1  # nats above the text cut to L from which on attention cut at L counts as another model
+LOST_MARK = "§"  # marks the sliding window that lost its sinks
+LOST = 0.1  # nats above truncated text from which on the sliding window counts as another model
 WIDE = 120  # columns of a table without a terminal
 
 
@@ -115,8 +115,8 @@ class Grid:
     def baseline(self) -> str:
         """The line that losses are compared with."""
         protocol = PROTOCOLS.get(self.any.protocol or "")
-        chosen = protocol.baseline if protocol else CUT
-        return TEXT_CUT if chosen == CUT and self.lost_its_sinks else chosen
+        chosen = protocol.baseline if protocol else WINDOW
+        return TRUNCATED if chosen == WINDOW and self.lost_its_sinks else chosen
 
     def row(self, series: Series | str, length: int) -> Row | None:
         """The row of one cell; None if it was not measured. Without a step it is the row before any training."""
@@ -162,17 +162,17 @@ class Grid:
         if series.step:
             return f"{display_name(series.line)}, {counted(series.step, 'step')}"
         regime = next(row.regime for (one, _), row in self.rows.items() if one == series)
-        lost = series.line == CUT and self.lost_its_sinks
+        lost = series.line == WINDOW and self.lost_its_sinks
         name = " ".join([display_name(series.line), *_REGIMES.get(regime, ())[:1], *([LOST_MARK] if lost else [])])
         return f"{name}, before" if len(self.steps(series.line)) > 1 else name
 
     @cached_property
     def lost_its_sinks(self) -> bool:
-        """Whether attention cut at L is a poor reference, because the model needs the first tokens of a text.
+        """Whether the sliding window is a poor reference, because the model needs the first tokens of a text.
 
         Source: Xiao et al., 2309.17453 (attention sinks).
         """
-        cut, text_cut = (self.row(line, self.lengths[-1]) for line in (CUT, TEXT_CUT))
+        cut, text_cut = (self.row(line, self.lengths[-1]) for line in (WINDOW, TRUNCATED))
         if not cut or not text_cut:
             return False
         difference, error = paired_difference(cut, text_cut)
@@ -188,19 +188,19 @@ class Grid:
             share = f"{row.chosen_share:.1%} of the last {row.targets} of the windows"
             yield f"{count}, {share}{few}; others: the rest of these"
         protocol, trained = PROTOCOLS.get(row.protocol or "last"), row.training_length
-        cut, text_cut, near = (self.row(line, row.length) for line in (CUT, TEXT_CUT, NEAR))
-        if protocol and TEXT_CUT in protocol.references and not text_cut and (row.targets or 0) > trained:
-            yield f"no line for the text cut to L: {trained} tokens have no room for {row.targets} targets"
+        cut, text_cut, near = (self.row(line, row.length) for line in (WINDOW, TRUNCATED, NEAR))
+        if protocol and TRUNCATED in protocol.references and not text_cut and (row.targets or 0) > trained:
+            yield f"no line for truncated text: {trained} tokens have no room for {row.targets} targets"
         if cut and text_cut and self.lost_its_sinks:
             yield (
-                f"{LOST_MARK} attention cut at L is {_apart(cut, text_cut)} from the text cut to L: it has lost the "
+                f"{LOST_MARK} the sliding window is {_apart(cut, text_cut)} from truncated text: it has lost the "
                 "first tokens, which this checkpoint needs"
             )
         schemes = [other for other in self.rows.values() if other.line not in COMPARED]
         if near and text_cut and not copies(near, text_cut, schemes):
             yield (
                 f"this means nothing: with the passage inside L the plain checkpoint predicts its copy "
-                f"{_apart(near, text_cut)} from the text cut to L, so it cannot copy"
+                f"{_apart(near, text_cut)} from truncated text, so it cannot copy"
             )
 
     def notes(self) -> list[str]:
@@ -252,7 +252,7 @@ def _apart(row: Row, reference: Row) -> str:
 
 def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
     """Build the table of losses in nats per token. The best of each column is starred; below each loss stands its
-    difference from attention cut at L with the standard error, on two lines if `width` columns are too few.
+    difference from the sliding window with the standard error, on two lines if `width` columns are too few.
     """
     grid = Grid.from_rows(rows)
     trained = grid.any.training_length
@@ -313,13 +313,13 @@ def label(task: str, failed: dict[str, float]) -> str:
 
 
 def is_far(row: Row) -> bool:
-    """Whether the hidden passage lies beyond the reach of attention cut at L."""
+    """Whether the hidden passage lies beyond the reach of the sliding window."""
     return row.distance is not None and row.distance >= row.training_length
 
 
 def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
     """Build the table of correct answers in percent. For a passage hidden at several depths it has means over all
-    depths, over the depths that attention cut at L does not see, and of the control with nothing hidden; else a line
+    depths, over the depths that the sliding window does not see, and of the control with nothing hidden; else a line
     for each task, ± the standard error.
     """
     sections: dict[str, Callable[[Row], float | None]]

@@ -13,7 +13,16 @@ from rope_patch.errors import counted
 from rope_patch.evaluation.effective_length import EffectiveLength, effective_length, variance_of
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.scheme_specs import (
+    COMPARED,
+    CONTROLS,
+    NEAR,
+    PLAIN,
+    REFERENCES,
+    TRUNCATED,
+    WINDOW,
+    display_name,
+)
 from rope_patch.evaluation.standard_errors import (
     TAIL,
     contrast,
@@ -25,7 +34,7 @@ from rope_patch.evaluation.standard_errors import (
 )
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
-CHEAPER = "It is cheaper to cut the text to L."
+CHEAPER = "It is cheaper to truncate the text to L."
 COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
 FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` stand out from noise
 
@@ -47,27 +56,27 @@ class Verdict:
 
 
 def with_text_cut(rows: Sequence[Row]) -> list[Row]:
-    """Add the rows of the text cut to L, derived from the plain checkpoint's, to the rows of an old file that lacks
+    """Add the rows of truncated text, derived from the plain checkpoint's, to the rows of an old file that lacks
     them.
 
-    The text cut to L is the plain checkpoint at L, or at a length below L, on the same targets.
+    Truncated text is the plain checkpoint at L, or at a length below L, on the same targets.
     """
     protocol, trained = PROTOCOLS.get(rows[0].protocol or "", Last), rows[0].training_length
     plain = {row.length: row for row in rows if row.line == PLAIN and not row.step}
-    if any(row.line == TEXT_CUT for row in rows) or not {PLAIN, TEXT_CUT} <= {*protocol.references}:
+    if any(row.line == TRUNCATED for row in rows) or not {PLAIN, TRUNCATED} <= {*protocol.references}:
         return list(rows)
     sources = {length: plain.get(min(length, trained)) for length in sorted({row.length for row in rows})}
-    scheme = {"name": PLAIN, TEXT_CUT: trained}
-    cut = [replace(row, line=TEXT_CUT, scheme=scheme, length=length) for length, row in sources.items() if row]
+    scheme = {"name": PLAIN, TRUNCATED: trained}
+    cut = [replace(row, line=TRUNCATED, scheme=scheme, length=length) for length, row in sources.items() if row]
     behind = max((place for place, row in enumerate(rows, start=1) if row.line == PLAIN), default=0)
     return [*rows[:behind], *cut, *rows[behind:]] if trained in plain and max(sources) > trained else list(rows)
 
 
 def reference_of(rows: Sequence[Row], length: int) -> Row | None:
-    """The reference to beat at a length, which costs nothing: the lower loss of attention cut at L and the text cut to
-    L.
+    """The reference to beat at a length, which costs nothing: the lower loss of the sliding window and of truncated
+    text.
 
-    Attention cut at L is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
+    The sliding window is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
 
     Args:
         rows: of references, and others.
@@ -76,7 +85,7 @@ def reference_of(rows: Sequence[Row], length: int) -> Row | None:
         None if neither was measured.
     """
     at_length = {row.line: row for row in with_text_cut(rows) if row.length == length and not row.step}
-    free = [row for line in (CUT, TEXT_CUT) if (row := at_length.get(line)) and not math.isnan(row.loss)]
+    free = [row for line in (WINDOW, TRUNCATED) if (row := at_length.get(line)) and not math.isnan(row.loss)]
     return min(free, key=lambda row: row.loss, default=None)
 
 
@@ -98,7 +107,7 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
             f"perplexity --lengths 1x,2x,4x --scheme rerope:target=auto+logn --protocol {first.protocol or 'last'}",
         )
     controls = {row.line: row for row in rows if row.length == max(free) and row.line in CONTROLS}
-    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TEXT_CUT], tried):
+    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TRUNCATED], tried):
         return Verdict(
             "nothing",
             "The checkpoint does not copy the passage, not even inside L, so no other row means anything.",
@@ -129,7 +138,7 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
         tries: how many rows it is the best of; 1 if other text chose it.
     """
     difference, error = paired_difference(best, free)
-    what = "attention cut at L" if free.line == CUT else "the text cut to L"
+    what = "the sliding window" if free.line == WINDOW else "truncated text"
     reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
     few, too_few = FEW_COPIES if best.protocol == "repeat" else FEW, ""

@@ -48,7 +48,7 @@ class Hierarchical(Scheme):
     absolute = True
     keeps_rows = True
     shared = ("base_positions",)
-    sweep = None  # for position tables, where attention cut at L is not a reference
+    sweep = None  # for position tables, where the sliding window is not a reference
 
     alpha: Annotated[float, Between(0, 1, excluded=0.5)] = 0.4
     num_positions: Annotated[int, AtLeast(1)] | None = None

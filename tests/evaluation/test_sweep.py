@@ -313,7 +313,7 @@ def test_the_table_names_every_line(checkpoint, texts, begun, capsys, monkeypatc
     assert len({row.line for row in Rows(begun / "sweep.jsonl").rows}) == 4
     for name in (
         "plain checkpoint",
-        "attention cut at L",
+        "sliding window",
         "ReRoPE, w = 8",
         "served by",
         "this library",

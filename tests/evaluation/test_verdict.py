@@ -52,8 +52,8 @@ def runs(verdict):
     ("nll", "kind", "words"),
     [
         (1.95, "better", "Reading farther pays: at 1024 tokens ReRoPE (`rerope`) is 0.1"),
-        (2.05, "noise", "It is cheaper to cut the text to L."),
-        (2.2, "worse", "Nothing beats attention cut at L (2.0"),
+        (2.05, "noise", "It is cheaper to truncate the text to L."),
+        (2.2, "worse", "Nothing beats the sliding window (2.0"),
     ],
 )
 def test_the_best_scheme_is_compared_with_what_is_free(nll, kind, words):
@@ -152,8 +152,8 @@ def trained(at_l, beyond, steps=100):
         (1.8, 1.85, "language", "it learned language, not length"),  # even more at L
         (2.1, 1.85, "length", "of the gain comes from length"),
         (1.9, 1.6, "length", "gains 0.45"),
-        (2.1, 2.05, "noise", "Nothing beats attention cut at L"),
-        (2.1, 2.5, "worse", "It is cheaper to cut the text to L."),
+        (2.1, 2.05, "noise", "Nothing beats the sliding window"),
+        (2.1, 2.5, "worse", "It is cheaper to truncate the text to L."),
     ],
 )
 def test_a_gain_at_l_that_equals_that_beyond_is_language(at_l, beyond, kind, words):
@@ -186,7 +186,7 @@ def answered(shares, trials=50):
     [
         ({256: 1.0, 512: 1.0, 1024: 0.95}, 50, "better", "effective lengths: 1024 tokens against 256 tokens."),
         ({256: 1.0, 512: 0.9, 1024: 0.02}, 50, "better", "at 512 tokens ReRoPE (`rerope`) is 90% correct"),
-        ({256: 1.0, 512: 0.32, 1024: 0.02}, 50, "noise", "It is cheaper to cut the text to L."),
+        ({256: 1.0, 512: 0.32, 1024: 0.02}, 50, "noise", "It is cheaper to truncate the text to L."),
         ({256: 1.0, 512: 0.5, 1024: 0.25}, 4, "noise", "No gain beyond noise: at 1024 tokens"),
         ({256: 0.0, 512: 0.0, 1024: 0.0}, 50, "noise", "effective lengths: none against 256 tokens"),
         ({256: 1.0, 512: 0.3, 1024: 0.0}, 50, "noise", "no difference in effective length: both keep their score up"),

@@ -10,7 +10,7 @@ import torch
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.protocols.protocol import Context, Settings, blocks
-from rope_patch.evaluation.scheme_specs import TEXT_CUT
+from rope_patch.evaluation.scheme_specs import TRUNCATED
 
 
 class Chosen(Last):
@@ -22,7 +22,7 @@ class Chosen(Last):
     of a ratio, also for differences of two rows.
     """
 
-    baseline: ClassVar[str] = TEXT_CUT
+    baseline: ClassVar[str] = TRUNCATED
 
     def chosen(self, window: int) -> torch.Tensor:
         """A boolean `(targets,)`, true for the targets of a window that count."""

@@ -14,7 +14,7 @@ from rope_patch.data.hidden_spans import Span, corrupt, draw_spans, sentinels_of
 from rope_patch.data.windows import Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN
+from rope_patch.evaluation.scheme_specs import PLAIN, WINDOW
 from rope_patch.evaluation.tasks.task import Cell
 from rope_patch.models.head import find_language_model
 
@@ -73,7 +73,7 @@ class ByPosition(Last):
     scores = "every token"
     sentence = "NLL by position in one pass over {windows}"
     one_pass = True
-    references: ClassVar[Sequence[str]] = (PLAIN, CUT)
+    references: ClassVar[Sequence[str]] = (PLAIN, WINDOW)
     shared_targets = None
 
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:

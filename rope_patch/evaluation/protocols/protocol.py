@@ -15,7 +15,7 @@ from rope_patch.data.windows import FEW, Selection, Window, prefix_of, select
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.nll import chunked_nll
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN, TEXT_CUT
+from rope_patch.evaluation.scheme_specs import PLAIN, TRUNCATED, WINDOW
 from rope_patch.evaluation.tasks.task import Cell, Task
 from rope_patch.models.head import find_language_model
 
@@ -83,9 +83,9 @@ class Protocol(Task):
     scores: ClassVar[str]  # for an error message
     sentence: ClassVar[str]  # for the notes below a table
     two_parts: ClassVar[bool] = False  # for encoder-decoder models; otherwise for decoders
-    references: ClassVar[Sequence[str]] = (PLAIN, TEXT_CUT, CUT)  # lines that a table compares schemes with
+    references: ClassVar[Sequence[str]] = (PLAIN, TRUNCATED, WINDOW)  # lines that a table compares schemes with
     needed: ClassVar[Sequence[str]] = ()  # the references without which the others mean nothing
-    baseline: ClassVar[str] = CUT  # the reference that losses are compared with
+    baseline: ClassVar[str] = WINDOW  # the reference that losses are compared with
     shared_targets: ClassVar[str | None] = None  # the name of `Row.targets` if all rows of a table must share it
     targets: int  # scored predictions of a context; for overlapping windows, the stride
 

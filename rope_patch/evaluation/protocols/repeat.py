@@ -11,7 +11,7 @@ import torch
 from rope_patch.data.windows import Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
-from rope_patch.evaluation.scheme_specs import NEAR, TEXT_CUT
+from rope_patch.evaluation.scheme_specs import NEAR, TRUNCATED
 from rope_patch.evaluation.tasks.task import Cell
 
 BEFORE = 32  # tokens of a window before its passage
@@ -39,9 +39,9 @@ class Repeat(Protocol):
     settings = frozenset({"targets", "windows_per_document"})
     scores = "the copy of a passage"
     sentence = "NLL of {targets} tokens of a passage, repeated at the end of {windows}"
-    references: ClassVar[Sequence[str]] = (NEAR, TEXT_CUT)
+    references: ClassVar[Sequence[str]] = (NEAR, TRUNCATED)
     needed = references
-    baseline = TEXT_CUT
+    baseline = TRUNCATED
     shared_targets: ClassVar[str | None] = "targets"
 
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from rope_patch.data.windows import Window
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Protocol, Settings
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN
+from rope_patch.evaluation.scheme_specs import PLAIN, WINDOW
 
 DEFAULT_STRIDE = 256  # S of PI and of YaRN, or the shortest length if that is lower
 
@@ -125,7 +125,7 @@ class YarnTruncate(YarnCompat):
 
     protocol = "yarn_truncate"
     settings = frozenset()
-    references: ClassVar[Sequence[str]] = (PLAIN, CUT)
+    references: ClassVar[Sequence[str]] = (PLAIN, WINDOW)
     sentence = "mean NLL of the first tokens of the documents, other tokens at every length, as YaRN's --truncate"
     shared_targets = None
 

@@ -20,7 +20,7 @@ class Prompt:
     """The model's input, `(tokens,)`, and the correct digits or tokens, `(answer,)`.
 
     `distance` is the number of tokens from the end of the hidden text to the end of the question: at L or more,
-    attention cut at L does not see the hidden text. It is None if nothing is hidden.
+    the sliding window does not see the hidden text. It is None if nothing is hidden.
     """
 
     tokens: torch.Tensor
