@@ -71,7 +71,7 @@ def _is_flash(problem: Problem) -> bool:
 
 
 _WITHIN = ("chunked", "segmented", "fused", "intervals", "merged", "products", "block")
-"""Words that choose inside of an executor, too."""
+"""Words for `attention` that also choose inside an executor."""
 
 _AROUND = (
     Row(graph.EXECUTOR, modes=_WITHIN),
@@ -85,7 +85,7 @@ ROWS = (
     Row(intervals.EXECUTOR, by_name=True),
     *paths.ROWS,
 )
-"""The order where nothing else is said."""
+"""The default order of executors."""
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "cuda": (
@@ -99,4 +99,4 @@ TABLE: dict[str, tuple[Row, ...]] = {
         *paths.ROWS,
     ),
 }
-"""The order on a type of device."""
+"""The order of executors for each type of device."""

@@ -29,7 +29,7 @@ class BiasTables:
     """
 
     least = 64
-    """Distances of the shortest table."""
+    """The number of distances in the shortest table."""
 
     def __init__(self) -> None:
         self._tables: dict[Any, torch.Tensor] = {}

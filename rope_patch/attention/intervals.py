@@ -16,7 +16,7 @@ from rope_patch.attention.spans import MOST_SPANS_PER_ROW, first_keys
 from rope_patch.schemes.slots import Region
 
 MOST = 8
-"""Runs of which a query may see keys. A query of a packed row sees one; a pad behind several documents sees all."""
+"""The most runs in which a query may see keys: one in a packed row, but all for a pad behind several documents."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,4 +66,4 @@ def _compared(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim
 
 
 objection = Trial("A kernel of tiles", _compared, tolerance=0.03)
-"""Why a kernel is not used for states on a device, of a dtype and a width; empty if it equals `Dense`."""
+"""The reason why a kernel is not used on a device for a dtype and a width, or an empty string."""

@@ -13,7 +13,7 @@ from rope_patch.attention.terms import upcast
 from rope_patch.attention.trials import Comparisons, Trial
 
 LARGE = 2**20
-"""Numbers of an output from which on the kernel takes less time than starting the operators that it replaces."""
+"""The size of an output from which on the kernel takes less time than starting the operators that it replaces."""
 
 
 def summed(out: torch.Tensor) -> torch.Tensor:
@@ -55,10 +55,10 @@ def _compared(device: torch.device, dtype: torch.dtype, value_dim: int) -> Compa
 
 
 objection = Trial("The Triton kernel that merges parts", _compared, tolerance=0.01)
-"""Why the kernel is not used for outputs on a device, of a dtype and a width; empty if it was right."""
+"""The reason why the kernel is not used on a device for a dtype and a width, or an empty string."""
 
 TOKENS = 32
-"""In a block of the kernel."""
+"""Tokens in a block of the kernel."""
 
 
 def _fold(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

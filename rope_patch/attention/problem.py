@@ -27,14 +27,14 @@ AttentionMode = Literal[
     "flex", "reference", "joined", "merged", "products", "block", "graph", "intervals"
 ]
 # fmt: on
-"""How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
-take another where it does not apply; the names of executors force one."""
+"""The way to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one
+and take another if it does not apply; the names of executors force one."""
 
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where they were kept."""
 
 NOT_PRODUCTS = "scores are more than products and a bias by distance: a softcap, sinks, dropout, or a term by content"
-"""The reason of every executor that computes products and biases alone."""
+"""The reason that executors give which compute only products and biases."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Branch:
         return some if self.turn is None else self.turn.part(rows, queries)(some)
 
     def turned(self) -> Branch:
-        """The same branch after its queries were rotated."""
+        """Rotate the queries, if that is still to be done."""
         return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
 
     def rows(self, start: int, stop: int, newest: int | None) -> Branch:

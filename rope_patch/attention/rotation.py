@@ -13,7 +13,7 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 
 EVERY = slice(None)
 Rotate = Callable[[torch.Tensor], torch.Tensor]
-"""Rotates states `(batch, heads, length, head_dim)`."""
+"""A function that rotates states `(batch, heads, length, head_dim)`."""
 
 
 def narrowed(states: torch.Tensor, slots: slice) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Row:
 
 
 PREFERENCES = ("fused",)
-"""Words that ask for an executor where it applies, and for what `auto` takes elsewhere."""
+"""Words that ask for an executor if it applies, and else for the choice of `auto`."""
 
 
 def choose(rows: Sequence[Row], problem: Problem) -> Executor:

@@ -17,7 +17,7 @@ import torch
 from rope_patch.errors import RopePatchWarning
 
 Comparisons = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-"""Names of what a kernel computed, each with its values and those that they have to equal."""
+"""The results of a kernel, each with its name, its values, and the values that it must equal."""
 
 
 class Trial:

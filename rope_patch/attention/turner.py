@@ -22,12 +22,12 @@ from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies, PositionMap
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine."""
+"""The tables of cosine and sine."""
 
 Side = Literal["query", "key"]
 
 Bounds = tuple[Any, Any]
-"""Start and stop of a slice, which has no hash itself."""
+"""Start and stop of a slice, because a slice itself cannot be hashed."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ class Turner:
     def for_keys(
         self, region: Region, like: torch.Tensor, slots: slice, rows: slice, beside: bool = False
     ) -> Callable[[slice], Rotate] | None:
-        """Build a function that rotates the keys of some rows, for each run of slots among `slots`; None if nothing is
-        left to rotate. With `beside` keys come out twice as wide, in one operator: k cos and k sin side by side. Their
-        product with the queries of `for_queries(..., beside=True)` equals the product of rotated states.
+        """Build a function from a run of slots among `slots` to the rotation of its keys, in some rows; None if nothing
+        is left to rotate. With `beside` keys come out twice as wide, in one operator: k cos and k sin side by side.
+        Their product with the queries of `for_queries(..., beside=True)` equals the product of rotated states.
         """
         if not self.rotates(region.key_map):
             return None

@@ -20,7 +20,7 @@ from rope_patch.context_parallel.sharding import Sharding
 from rope_patch.mounting.forward_call import ForwardCall
 
 Backend = Literal["gather", "ulysses"]
-"""What processes exchange in a layer: all keys and values, or heads."""
+"""The exchange of processes in a layer: `gather` all keys and values, or divide heads."""
 
 
 @dataclass(eq=False)

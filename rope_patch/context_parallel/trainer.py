@@ -18,8 +18,8 @@ from rope_patch.context_parallel.row import Backend
 from rope_patch.errors import EvaluationError
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Where the documents of a packed row begin, as collators pass it to kernels that see the whole row. `position_ids` say
-it for each part."""
+"""Arguments with which collators tell kernels that see a whole row where its documents begin. `position_ids` say it for
+each part."""
 
 
 class ContextParallelTrainer(Trainer):

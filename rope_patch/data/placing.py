@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rope_patch.errors import EvaluationError
 
 Row = dict[str, Any]
-"""`input_ids`, and perhaps `labels`, `attention_mask` and columns of a layout."""
+"""A row with `input_ids`, and perhaps `labels`, `attention_mask` and columns of a layout."""
 
 
 class PlacingCollator:

@@ -23,7 +23,7 @@ from rope_patch.data.placing import PlacingCollator, Row
 from rope_patch.errors import EvaluationError
 
 NUMBER = "row_number"
-"""The column of `numbered`."""
+"""The column that `numbered` adds."""
 
 
 def curriculum(length: int, target_length: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ SEEN = 0.01
 _UNCHECKED = "its code for this model decides what parameters by layer type are, and was not checked"
 
 _UNKNOWN = 4096
-"""Tokens that stand for the length of a text where the config has none."""
+"""The length of a text in tokens that is assumed if the config has none."""
 
 _FINE = 1.02
 """The ratio of one end of a stretch to the next, where frequencies follow the length."""

@@ -40,7 +40,7 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-"""Fields without which a rope type means nothing; that of `yarn` may be null."""
+"""Fields that a rope type needs; the factor of `yarn` may be null."""
 
 _NUMBERS = {
     "factor": (*_NEEDED, "proportional"),
@@ -51,7 +51,7 @@ _NUMBERS = {
 """The numbers of an entry, and the rope types that have them."""
 
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-"""Numbers of which 0 means that they are not given."""
+"""Numbers for which 0 counts as not given."""
 
 _FOR_OTHERS: Mapping[str, Mapping[str, float]] = {
     "short_mscale": {},
@@ -60,12 +60,12 @@ _FOR_OTHERS: Mapping[str, Mapping[str, float]] = {
     "max_trained_positions": {"least": 0.0, "most": MOST_TOKENS},
     "rope_dim": {"least": 2.0, "most": LARGEST_HEAD},
 }
-"""Numbers that other readers take, with their limits."""
+"""Numbers that other readers read, with their limits."""
 
 _LISTS = ("short_factor", "long_factor")
 
 ENTRY = ("rope_type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINAL, *_NUMBERS, *_LISTS)
-"""Keys of an entry that Transformers takes for positions of text."""
+"""Keys of an entry that Transformers reads for positions of text."""
 
 KNOWN = frozenset(
     {
@@ -74,7 +74,7 @@ KNOWN = frozenset(
         *("finetuned", "max_position_embeddings", "llama_4_scaling_beta", *_FOR_OTHERS),
     }
 )
-"""Keys of an entry that some reader takes."""
+"""Keys of an entry that some reader reads."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ NEED_L = ("yarn", "llama3", "longrope")
 """Types whose formula contains L, `original_max_position_embeddings`."""
 
 TYPES = ("default", "linear", "dynamic", *NEED_L, "proportional")
-"""The rope types whose formulas are here."""
+"""The rope types whose formulas are implemented here."""
 
 
 @dataclass(frozen=True)

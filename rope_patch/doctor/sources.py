@@ -14,7 +14,7 @@ LARGEST = 64 * 2**20
 """Bytes of the largest config that is read; published ones have up to a few hundred kilobytes."""
 
 INNER = ("text_config", "llm_config", "language_config", "language_model", "thinker_config", "decoder")
-"""Names under which a config contains that of its text model."""
+"""Names under which a config contains the config of its text model."""
 
 RECORD = "rope_patch"
 """The key under which rope_patch records a scheme that is not among the rope types."""

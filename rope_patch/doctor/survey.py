@@ -17,7 +17,7 @@ from .sources import LARGEST, Aside, read_source
 from .words import words_of
 
 CONFIGS = "**/config.json"
-"""The pattern of the files that are checked where none are named."""
+"""The pattern of the files that are checked if none are named."""
 
 ROTARY = (
     *("rope_theta", "rope_scaling", "rope_parameters", "rotary_dim", "rotary_pct", "rotary_emb_base"),
@@ -26,7 +26,7 @@ ROTARY = (
 """Fields that only a model with rotary positions has."""
 
 SHAPE = ("max_position_embeddings", "num_attention_heads", "hidden_size", "n_head", "n_embd", "text_config")
-"""Fields that a model may have, if `model_type` is beside them."""
+"""Fields that mark a text model if `model_type` is beside them."""
 
 _ELSEWHERE = {"node_modules", "site-packages"}  # folders with files of other projects
 

@@ -29,7 +29,7 @@ KEY = (
 """The fields that identify a measurement: rows that agree in them are the same measurement."""
 
 VALUES = ("nll", "accuracy", "score")
-"""What a task may measure: every row has at least one of them."""
+"""The fields that a task may measure: every row has at least one of them."""
 
 _AT_LEAST_ONE = ("length", "training_length", "trials")
 _SHARES = ("accuracy", "exact", "control_accuracy", "control_exact", "chosen_share", "depth", "score", "scores")

@@ -13,7 +13,7 @@ import torch
 from rope_patch.json_files import read_object, read_rows
 
 WORTH = 20.0
-"""Seconds from which on the scores of one context are kept; what takes less is measured again."""
+"""Seconds from which on the scores of one context are kept; a faster context is measured again."""
 
 
 class Unfinished:

@@ -18,7 +18,7 @@ from rope_patch.models.base import Stack
 from rope_patch.models.config import wrong_field
 
 STYLES: tuple[ModuleType, ...] = (llama, t5, baichuan)
-"""Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
+"""The styles of stacks. Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
 
 _FEW_CLASSES = 32
 

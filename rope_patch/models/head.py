@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rope_patch.errors import EvaluationError
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""Logits `(batch, rows, vocabulary)` of hidden states `(batch, rows, hidden)`, as the stack returns them."""
+"""A function from the stack's output `(batch, rows, hidden)` to logits `(batch, rows, vocabulary)`."""
 
 
 def find_language_model(model: nn.Module) -> PreTrainedModel:

@@ -147,4 +147,4 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "left_alone": (lambda value: _has_numbers(value, 0), "a reason for each layer's index"),
     "per_request": (lambda value: _has_numbers(value, 1), "a scheme for each factor"),
 }
-"""What fields of the record may contain, as a check and in words."""
+"""The check on each field of the record, and the allowed values in words."""

@@ -34,7 +34,7 @@ _LAYER_TYPES = {
     "main": ("sliding_attention",),
     "compress": ("compressed_sparse_attention", "heavily_compressed_attention"),
 }
-"""The layer types of entries that are not named for one: those of DeepSeek V4, with and without compressed keys."""
+"""The layer types of entries with names of their own: DeepSeek V4's, with and without compressed keys."""
 
 _LARGEST = 1e300  # larger numbers overflow in computations
 

@@ -27,7 +27,7 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import Frequencies, PositionMap, Weights
 
 Rows = tuple[int, ...]
-"""Some rows of a batch."""
+"""The indices of some rows of a batch."""
 
 _SLOTS = "_rope_patch_slots"
 """Attribute of the positions in a cache that are known to be the slots of the keys: a step need not read them."""

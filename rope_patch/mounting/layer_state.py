@@ -24,13 +24,13 @@ from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, PositionMap, RotarySpec, Weights
 
 Rotation = Literal["module", "own", "late", "anchored"]
-"""Where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own; in the
-attention function; or in both. In the last case the module uses the positions of the farthest region, which the cache
-keeps, and the function adds the difference."""
+"""The place where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's
+own; in the attention function; or in both. In the last case the module uses the positions of the farthest region,
+which the cache keeps, and the function adds the difference."""
 
 
 Watch = Callable[[str, "Problem | None"], None]
-"""Is told the name of an executor, or of the attention that was there before, and the problem if there was one."""
+"""A function that is told the executor that scored a layer, or the model's own attention, and the problem, if any."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Scored = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, 1, heads, value_dim)` and weights, as Transformers takes them from an attention function."""
 
 Score = Callable[..., "Scored | None"]
-"""Computes a module's queries, keys and values, with its mask and keyword arguments; None if these ask for more."""
+"""A function that scores the queries, keys and values of a module, given its mask and arguments; None if it cannot."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ from rope_patch.patching import unpatch
 from rope_patch.saving.resuming import repatch
 
 Running = dict[nn.Module, Arguments]
-"""The modules whose forward runs, with its arguments."""
+"""The modules whose forward is running, with its arguments."""
 
 _CALL = nn.Module._call_impl.__code__
 _COMPUTES = re.compile(r"(?<![\w.])(?!create_)\w+\(position_ids\b")  # a function of positions that is no module

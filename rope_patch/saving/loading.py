@@ -54,10 +54,10 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.shipped import recipes_folder
 
 _CLEAR = (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError)
-"""Errors that `from_pretrained` raises as they are."""
+"""Errors that `from_pretrained` raises unchanged."""
 
 _ONE_LINE = (NoCheckpoint, MissingPackage)
-"""Those of the functions that commands call, which end in one line whatever is wrong."""
+"""Errors that the functions of commands raise unchanged; any other error becomes one line."""
 
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 

@@ -494,21 +494,21 @@ SLOTS: dict[str, Slot] = {
     "relative_values": "values",
     "embedding": "embedding",
 }
-"""Which slot of the equation each method fills."""
+"""The slot of the equation that each method fills."""
 
 TRAINING: dict[Regime, str] = {
     "training-free": "none needed",
     "fine-tune": "fine-tuning needed",
     "from-scratch": "needed from scratch",
 }
-"""What a pretrained checkpoint needs, in words."""
+"""The training that a pretrained checkpoint needs, in words."""
 
 COMPOSED: dict[str, Composed] = {
     name: rule
     for name, hint in get_type_hints(Scheme, include_extras=True).items()
     for rule in getattr(get_args(hint)[0], "__metadata__", ())
 }
-"""The class attributes that a composition has of its parts, and how."""
+"""The rules for class attributes that a composition derives from its parts."""
 
 
 def _plain(value: Any) -> Any:

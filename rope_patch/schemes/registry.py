@@ -18,7 +18,7 @@ from rope_patch.schemes.target import Reaching, filled_for, takes_target
 _REGISTRY: dict[str, type[Scheme]] = {}
 
 FORMS: dict[str, Callable[..., Scheme]] = {}
-"""Further names, of mixtures of schemes: what makes one from its fields. Text in brackets is the field `layers`."""
+"""Names of mixtures of schemes, each with the function that makes it; text in brackets is the field `layers`."""
 
 _ALL = "`rope-patch list` shows all"
 _NOTHING = "for the model as it is, do not patch it, or call unpatch(model)"
@@ -30,7 +30,7 @@ _ADVICE = {
     **dict.fromkeys(("none", "null", "plain", "off", "original", "native", "unpatched"), _NOTHING),
     **dict.fromkeys(("streamingllm", "attentionsink", "attentionsinks"), _SINKS),
 }
-"""What to write for names without a scheme here, or with other fields."""
+"""Advice on names that have no scheme here, or have other fields."""
 
 _FIELDS_MEANT = {
     **dict.fromkeys(("scale", "scaling", "scaling_factor", "s", "k", "extension_factor"), "factor"),
@@ -38,7 +38,7 @@ _FIELDS_MEANT = {
     **dict.fromkeys(("group", "groups", "group_factor", "g"), "group_size"),
     **dict.fromkeys(("original_length", "original_max_length"), "original_max_position_embeddings"),
 }
-"""What papers and other programs call a field."""
+"""Names of fields in papers and other programs."""
 
 _CALL = re.compile(r"\s*([\w-]+)\s*\((.*)\)\s*", re.DOTALL)
 

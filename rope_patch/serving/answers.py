@@ -22,7 +22,7 @@ FAILED: dict[str, Any] = {
     "param": None,
     "code": None,
 }
-"""An error of the server as OpenAI has it."""
+"""A server error in OpenAI's form."""
 
 
 @dataclass

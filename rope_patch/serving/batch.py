@@ -27,10 +27,10 @@ from rope_patch.serving.text import Text
 from rope_patch.serving.turns import Turns
 
 PAGE = 256
-"""Tokens in a page. The cache is given out in pages."""
+"""Tokens in a page, the unit in which the cache is allocated."""
 
 WATCH = 0.5
-"""Seconds after which a batch that ended without a word is noticed."""
+"""Seconds after which a batch that ended silently is noticed."""
 
 ENDING = 60
 """Seconds that the last step of a batch may take."""

@@ -22,7 +22,7 @@ from rope_patch.schemes import Scheme
 from rope_patch.schemes.slots import Checkpoint
 
 OPEN = "target=auto"
-"""What a scheme has to leave open, so that a request's factor fills it."""
+"""The field that a scheme must leave open, so that a request's factor fills it."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ HANDLERS = {"chat": ChatCompletionHandler, "response": ResponseHandler}
 
 Tokens = AsyncIterator[tuple[list[Token], bool]]
 Admit = Callable[[list[int], int | None], tuple[Tokens, int]]
-"""Gives the tokens of an answer, and how many there can be, for a prompt of ids and the number that was asked for."""
+"""A function from the ids of a prompt and the number of tokens asked for to the tokens of an answer and their limit."""
 
 
 class Exchange:

@@ -17,7 +17,7 @@ BYTES_PER_TOKEN = 16
 """Bytes of a body, or characters of a prompt, for each token that a request can have: four times what texts need."""
 
 BODY_SLACK = 2**16
-"""Bytes of a body beside its prompts."""
+"""Bytes of a body besides its prompts."""
 
 CONTAINERS = 2**16
 """Lists, objects and their members, in a body. Python takes seconds for millions of them."""

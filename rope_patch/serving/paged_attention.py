@@ -65,7 +65,7 @@ def factor_of(state: LayerState) -> float:
 FLAGS = ("-fassociative-math", "-fno-signed-zeros", "-ffinite-math-only", "-ffp-contract=fast", "-ftree-loop-vectorize")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ENDLESS = 1 << 40
-"""A bound of a region that is farther than any position."""
+"""The bound of an open region, beyond any position."""
 
 
 def _struct(sizes: tuple[str, ...], pointers: tuple[str, ...], numbers: tuple[str, ...] = ()) -> Any:

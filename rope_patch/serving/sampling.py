@@ -15,7 +15,7 @@ import torch
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
 IMPOSSIBLE = -9999.0
-"""Log-probability of a token that the model rules out, as OpenAI has it. JSON has no minus infinity."""
+"""The log-probability of a token that the model rules out, as in OpenAI's API: JSON has no minus infinity."""
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,19 @@ from rope_patch.serving.limits import Refusal
 from rope_patch.serving.sampling import Sampling
 
 OPEN_REQUESTS = 256
-"""Requests that the server works on at a time, with those that wait for a place in a batch."""
+"""The most requests that the server works on at a time, including those that wait for a place in a batch."""
 
 OPEN_BYTES = 4 * limits.LARGEST_BODY
-"""Bytes of bodies that are not yet requests, of all clients together."""
+"""The most bytes of bodies that are still being read, of all clients together."""
 
 READING = 60
 """Seconds that a client may take to send a body."""
 
 SMALL = 2**16
-"""Bytes of a body that does not wait for larger ones."""
+"""The largest body in bytes that does not wait for larger ones."""
 
 WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, TemplateError)
-"""Errors that templates and handlers of Transformers raise for what a body holds."""
+"""Errors that templates and handlers of Transformers raise for the content of a body."""
 
 T = TypeVar("T")
 
@@ -339,7 +339,7 @@ class Endpoint:
 
 
 GONE = Response(status_code=499)
-"""For a client that has hung up; nobody reads it."""
+"""The response to a client that has hung up; nobody reads it."""
 
 
 async def unless_hung_up(request: Request, work: Any) -> Any:

@@ -34,7 +34,7 @@ from rope_patch.serving.paged_attention import Attention, anchor_of
 from rope_patch.typing import Frequencies
 
 _SERVED = "_rope_patch_served"
-"""Attribute of a model's config in vLLM: what this plugin serves from the folder, in a `Holder`."""
+"""The attribute of a model's config in vLLM that holds a `Holder`."""
 
 AXES_ROWS = 4
 """Rows of a table for each token of a text whose positions have three axes: a video's may run ahead of its tokens, and

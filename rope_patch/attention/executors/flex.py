@@ -27,10 +27,10 @@ from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Identity
 
 Shared = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""`Forward.shared`."""
+"""The type of `Forward.shared`."""
 
 ScoreMod = Callable[..., torch.Tensor]
-"""The score of a query and a key from the score before, and the numbers of row, head, query and key."""
+"""A function that changes the score of a pair, given the indices of its row, head, query and key."""
 
 Condition = tuple[torch.Tensor, torch.Tensor]
 """Integers of the queries, `(batch or 1, q_len)`, and of the keys, `(batch or 1, heads or 1, kv_len)`: a query sees a
@@ -38,10 +38,10 @@ key if its number is at least the key's.
 """
 
 BLOCK = 128
-"""Queries and keys of a block that is left out where no query sees a key: the default of FlexAttention."""
+"""Block size in queries and keys, FlexAttention's default; a block in which no query sees a key is skipped."""
 
 BEYOND = 2**62
-"""More than any number in a condition, and one that a float holds."""
+"""A number beyond any in a condition, which a float can hold."""
 
 
 def attend(problem: Problem) -> Output:
@@ -143,7 +143,7 @@ def _by_flex(
 
 
 MOST_KERNELS = 256
-"""Kernels that are kept: PyTorch keeps 8 by default, and would then score all pairs without a kernel."""
+"""The number of kernels that are kept: PyTorch keeps 8 by default, and would then score all pairs without one."""
 
 
 def _kernel(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -447,7 +447,7 @@ def _tried(
 
 
 objection = Trial("FlexAttention", _compared, tolerance=0.03)
-"""Why FlexAttention is not used on a device for a dtype, two widths and a `Kind`; empty if it equals the definition."""
+"""The reason why FlexAttention is not used on a device for a dtype, two widths and a `Kind`, or an empty string."""
 
 EXECUTOR = Executor(
     "flex",

@@ -113,8 +113,8 @@ def _tried(
 
 
 objection = Trial("The Triton kernel for all regions", _compared, tolerance=0.03)
-"""Why the kernels are not used for states on a device, of a dtype and two widths, with gradients or without; empty if
-they equal the definition.
+"""The reason why the kernels are not used on a device for a dtype and two widths, with gradients or without, or an
+empty string.
 """
 
 
@@ -136,7 +136,7 @@ class Blocks(NamedTuple):
 
 
 PROGRAMS = 264
-"""Programs that keep a GPU busy: with fewer, keys are split among more of them."""
+"""The number of programs that keep a GPU busy; if there are fewer, keys are split among more programs."""
 
 
 def blocks_for(
@@ -384,7 +384,7 @@ def _rotate(
 
 
 TOKENS = 32
-"""In a block of a rotation."""
+"""Tokens in a block of a rotation."""
 
 
 EXECUTOR = Executor(

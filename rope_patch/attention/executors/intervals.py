@@ -27,7 +27,7 @@ from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities that the kernels are for."""
+"""Compute capabilities that the kernels support."""
 
 
 def attend(problem: Problem) -> Output:
@@ -196,13 +196,13 @@ def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim
 
 
 objection = Trial("The kernels of interval masks", _compared, tolerance=0.03)
-"""Why the kernels are not used for states on a device, of a dtype and two widths; empty if they were right."""
+"""The reason why the kernels are not used on a device for a dtype and two widths, or an empty string."""
 
 LOWEST = torch.finfo(torch.float32).min
-"""The log-sum-exp of no keys while regions are merged: two infinite ones have no difference."""
+"""The log-sum-exp that stands for no keys in a merge, because the difference of two infinities is NaN."""
 
 FEW = 16
-"""So many pairs of a span and a region `merged` scores in few tiles."""
+"""The number of pairs of a span and a region up to which `merged` scores a call in few tiles."""
 
 
 def in_few_tiles(problem: Problem) -> str:

@@ -395,7 +395,7 @@ def _decayed(
 
 
 Place = tuple[int, int, Any, Any]
-"""First slot, the slot after the last, and likewise the rows of the batch."""
+"""Start and stop of a run of slots, then start and stop of rows of the batch."""
 
 
 def _added(

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 
 USER_TOKEN_ID, ASSISTANT_TOKEN_ID = 195, 196
-"""Those of every published chat model; a folder's `generation_config.json` may override them."""
+"""The ids in every published chat model; a folder's `generation_config.json` may override them."""
 
 FIRST_VOCABULARY = 64000  # size of the vocabulary of the first Baichuan; that of Baichuan 2 is twice as large
 
