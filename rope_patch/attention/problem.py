@@ -56,7 +56,7 @@ class Branch:
         return some if self.turn is None else self.turn.part(rows, queries)(some)
 
     def turned(self) -> Branch:
-        """The same branch after its queries were rotated."""
+        """Rotate the queries, if that is still to be done."""
         return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
 
     def rows(self, start: int, stop: int, newest: int | None) -> Branch:

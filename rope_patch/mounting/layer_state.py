@@ -24,9 +24,9 @@ from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, PositionMap, RotarySpec, Weights
 
 Rotation = Literal["module", "own", "late", "anchored"]
-"""The place where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own;
-in the attention function; or in both. In the last case the module uses the positions of the farthest region, which the
-cache keeps, and the function adds the difference."""
+"""The place where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's
+own; in the attention function; or in both. In the last case the module uses the positions of the farthest region,
+which the cache keeps, and the function adds the difference."""
 
 
 Watch = Callable[[str, "Problem | None"], None]
