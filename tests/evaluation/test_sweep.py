@@ -431,8 +431,8 @@ def test_what_is_better_beyond_noise_is_recommended_with_its_price():
     assert verdict.kind == "better"
     assert verdict.sentence == (
         "On the half of the text that did not choose it, reading farther pays: at 1024 tokens ReRoPE, w = 96, log-n "
-        "(`rerope:window=96+logn`) is 0.180 below attention "
-        f"cut at L (2.080) (error {error:.3f} over 12 documents). It costs 0.001 at 256 tokens."
+        "(`rerope:window=96+logn`) is 0.180 below the "
+        f"sliding window (2.080) (error {error:.3f} over 12 documents). It costs 0.001 at 256 tokens."
     )
     assert difference == pytest.approx(-0.18)
 
