@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, Optional
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Optional, TypeVar
 
 import torch
 
@@ -48,6 +49,25 @@ class RotarySpec:
     rotating_pairs: int | None = None
 
 
+Data = TypeVar("Data", bound=type)
+
+
+def equal_by_tensor(data: Data) -> Data:
+    """Class decorator: two of these are equal if their tensors are the same objects, and their other fields are equal.
+
+    A tuple asks `is` before `==`, and so did data classes until Python 3.13, which compares field by field: there
+    `==` of two tensors is a tensor, whose truth value is an error.
+    """
+    values = operator.attrgetter(*(field.name for field in fields(data) if field.compare))
+
+    def equal(self: Any, other: Any) -> bool:
+        return (values(self),) == (values(other),) if type(other) is type(self) else NotImplemented
+
+    data.__eq__ = equal  # type: ignore[method-assign, assignment]
+    return data
+
+
+@equal_by_tensor
 @dataclass(frozen=True)
 class Frequencies:
     """The frequencies f, and the factor on cos and sin.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rope_patch.schemes.tools.rotary import RotaryLayout
+from rope_patch.typing import equal_by_tensor
 
 LARGEST_EXPONENT = 80.0  # reached only if positions skip by more than a block; its exp, and so the score, is finite
 
@@ -19,6 +20,7 @@ LARGEST_EXPONENT = 80.0  # reached only if positions skip by more than a block; 
 ROWS = 1024  # queries per block: small enough for float16, large enough that keys are scaled only a few times
 
 
+@equal_by_tensor
 @dataclass(frozen=True)
 class Decay:
     """The decay of the pairs of one layer, at a `rate` per token of distance, `(d/2,)`."""

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from rope_patch.typing import equal_by_tensor
 
+
+@equal_by_tensor
 @dataclass(frozen=True)
 class Visibility:
     """The mask, segment ids and causality that decide which keys each query of a call may see.

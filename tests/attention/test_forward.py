@@ -5,7 +5,11 @@ import torch
 
 from rope_patch import graphs
 from rope_patch.attention import forward as module
+from rope_patch.attention.decay import Decay
 from rope_patch.attention.forward import Forward, StackForwards
+from rope_patch.attention.visibility import Visibility
+from rope_patch.schemes.tools.rotary import half_split
+from rope_patch.typing import Frequencies
 
 
 def doubled_in(computed):
@@ -34,6 +38,25 @@ def test_a_tensor_stays_alive_as_long_as_what_was_computed_from_it():
     for _ in range(20):  # without a reference the next tensor would often get the same identity
         forward.shared(doubled)(torch.ones(3), 2, None)
     assert len(computed) == 20
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x, number: Visibility(x, None, True, number, 3, 3),
+        lambda x, number: Frequencies(x, float(number), x),
+        lambda x, number: Decay(half_split(2 * number), x),
+    ],
+)
+def test_data_classes_are_equal_if_their_tensors_are_the_same_objects(made):
+    # Python 3.13 compares field by field, where two tensors of three numbers have no truth value
+    computed, forward, x = [], Forward(), torch.ones(3)
+    doubled = doubled_in(computed)
+    first = forward.shared(doubled)(x, 2, made(x, 1))
+    assert forward.shared(doubled)(x, 2, made(x, 1)) is first
+    assert forward.shared(doubled)(x, 2, made(x.clone(), 1)) is not first
+    assert forward.shared(doubled)(x, 2, made(x, 2)) is not first
+    assert made(x, 1) != (x, 1)
 
 
 def test_a_graph_remembers_nothing(monkeypatch):
