@@ -103,10 +103,15 @@ def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, which leaves nothing to factors")
     models = {}
     for factor, scheme in schemes.items():
-        models[factor] = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        models[factor] = sharing_weights(model)
         with ignoring_idle(factor):
             patch(models[factor], scheme)
     return models
+
+
+def sharing_weights(model: Any) -> Any:
+    """A copy of a model that shares its weights, and has buffers and patches of its own."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 @contextmanager
