@@ -87,6 +87,8 @@ Names = Annotated[tuple[str, ...], _arg(metavar="NAME")]  # words behind one opt
 Amounts = Annotated[tuple[float, ...], _arg(metavar="FLOAT")]  # numbers behind one option
 Word = Annotated[str | None, _arg(metavar="[NAME]")]  # a positional word that may be left out
 Words = Annotated[tuple[str, ...], _arg(metavar="[NAME ...]")]  # several of them
+Folder = Annotated[str | None, _arg(metavar="[DIR]")]  # a positional checkpoint that may be left out
+Spec = Annotated[str | None, _arg(metavar="SCHEME")]  # one that may be left out
 Text = Annotated[str | None, _arg(metavar="STR")]  # what follows may be left out
 Count = Annotated[int | None, _arg(metavar="INT")]
 Amount = Annotated[float | None, _arg(metavar="FLOAT")]
