@@ -35,7 +35,11 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Serve the page until SIGTERM or Ctrl-C."""
+    """Serve the page until SIGTERM or Ctrl-C.
+
+    Raises:
+        EvaluationError: an option is out of range, the port is taken, or the model or the scheme is not served.
+    """
     in_one_process("demo-chat")
     for name in ("max_length", "max_tokens"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -49,7 +53,13 @@ def main(options: Options) -> None:
 
 
 def load_demo(options: Options) -> Demo:
-    """Load the checkpoint once, and put a server around it with the scheme and one without."""
+    """Load the checkpoint once, and put a server around it with the scheme and one without.
+
+    Raises:
+        NoCheckpoint: there is no such checkpoint.
+        EvaluationError: the model is not served, or the scheme is none or sums over earlier tokens.
+        RopePatchError: the model does not take the scheme; see `patch`.
+    """
     from rope_patch import patch, unpatch
     from rope_patch.evaluation.scheme_specs import scheme_at
     from rope_patch.models.find_stacks import read_stack
@@ -68,9 +78,10 @@ def load_demo(options: Options) -> Demo:
     plain, carried = sharing_weights(patched), find_handle(patched)
     if carried is not None:
         unpatch(plain)
-    known = read_stack(plain).checkpoint
-    trained = known.max_length
-    spec = options.scheme or (f"rerope:window={max(1, trained // 2)}+logn" if carried is None else str(carried.scheme))
+    stack = read_stack(plain)
+    known, table, trained = stack.checkpoint, stack.absolute, stack.checkpoint.max_length
+    usual = "hierarchical" if table else f"rerope:window={max(1, trained // 2)}+logn"
+    spec = options.scheme or (usual if carried is None else str(carried.scheme))
     scheme = carried and carried.scheme
     if carried is None or options.scheme is not None:
         scheme = scheme_at(spec, options.max_length or 4 * trained, [known])
@@ -81,10 +92,11 @@ def load_demo(options: Options) -> Demo:
     limit = options.max_length or longest_text(handle, known)
     new_tokens = options.max_tokens or min(256, max(1, trained // 4))
 
-    def server(model: Any) -> Server:
+    def server(model: Any, longest: int) -> Server:
         own = find_handle(model)
         step = limit if own and own.scheme.length_dependent else 512  # see docs/how-to/serve.md
-        batch = Batch(model, tokenizer, batch_settings(limit, 1, step), Sampling(0.0, 1.0))
-        return Server(checkpoint, model, {None: batch}, Reaches(limit), new_tokens)
+        batch = Batch(model, tokenizer, batch_settings(longest, 1, step), Sampling(0.0, 1.0))
+        return Server(checkpoint, model, {None: batch}, Reaches(longest), new_tokens)
 
-    return Demo(server(plain), server(patched), trained, spec)
+    readable = min(limit, table.capacity) if table else limit  # a table of positions has no rows beyond
+    return Demo(server(plain, readable), server(patched, limit), trained, spec)

@@ -85,6 +85,7 @@ class Demo:
                 "scheme": self.scheme,
                 "trained": self.trained,
                 "limit": self.limit,
+                "readable": self.plain.reaches.limit,
                 "max_tokens": self.patched.max_tokens,
                 "characters": limits.BYTES_PER_TOKEN * self.limit,
                 "chat": self.chat,
@@ -135,7 +136,7 @@ class Demo:
             filler = f"{' '.join(FILLER)} "
         else:
             opening, question = PASSAGE, PASSAGE.partition("\n")[0]
-            filler = "\n".join(load_text()["text"])
+            filler = "\n".join(load_text()["text"][::-1])
         room = min(2 * self.trained, self.limit) - self.patched.max_tokens - SLACK
         room = max(0, room - len(self.ids(opening, question)))
         filler = (filler * (1 + limits.BYTES_PER_TOKEN * room // len(filler)))[: limits.BYTES_PER_TOKEN * room]

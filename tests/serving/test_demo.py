@@ -8,7 +8,7 @@ import socket
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
@@ -95,6 +95,7 @@ def test_the_page_hears_what_the_model_is(client):
         "scheme": "rerope:window=128+logn",
         "trained": L,
         "limit": 4 * L,
+        "readable": 4 * L,
         "max_tokens": NEW,
         "characters": 16 * 4 * L,
         "chat": False,
@@ -228,6 +229,22 @@ def test_the_longest_request_is_what_the_scheme_reaches(words, scheme, limit):
     found = load_demo(in_tokens(parse(Options, words)))
     assert (found.scheme, found.limit, found.trained) == (scheme, limit, L)
     assert found.patched.max_tokens == L // 4
+
+
+def test_a_model_with_a_table_of_positions_reads_no_further_without_a_scheme(tmp_path):
+    tokenizer = parts()[1]
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with asked_of(str(tmp_path)) as client:
+        about = client.get("/about").json()
+        assert (about["scheme"], about["limit"], about["readable"]) == ("hierarchical", 256, 64)
+        found = prompt_of(client, TEXT[:400]).json()
+        assert len(found["prompt"]) > 64
+        completed(client, "patched", found["prompt"])
+        completed(client, "plain", found["truncated"])
+        refused = client.post("/plain/v1/completions", json={"prompt": found["prompt"], "max_tokens": NEW})
+        assert refused.status_code == 400
 
 
 def test_models_that_answer_elsewhere_are_refused(tmp_path):
