@@ -58,7 +58,7 @@ def main(options: Options) -> None:
     from rope_patch.serving.factors import Reaches, models_by_factor, schemes_by_factor
     from rope_patch.serving.sampling import Sampling
     from rope_patch.serving.server import Server
-    from rope_patch.serving.start import batch_settings, check_paged, load_served
+    from rope_patch.serving.start import batch_settings, check_memory, check_paged, load_served
 
     for name, least in {
         "max_length": 1,
@@ -95,6 +95,7 @@ def main(options: Options) -> None:
     default = Sampling(options.temperature, options.top_p)
     batches = {}
     for factor, one in models.items():
+        check_memory(one, options.max_requests * reaches.of(factor))
         step = options.max_batch_tokens or (limit if whole_prompts else 512)
         settings = batch_settings(reaches.of(factor), options.max_requests, step)
         batches[factor] = Batch(one, tokenizer, settings, default)

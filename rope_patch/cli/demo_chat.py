@@ -71,7 +71,7 @@ def load_demo(options: Options) -> Demo:
     from rope_patch.serving.factors import Reaches, sharing_weights
     from rope_patch.serving.sampling import Sampling
     from rope_patch.serving.server import Server
-    from rope_patch.serving.start import batch_settings, check_paged, load_served
+    from rope_patch.serving.start import batch_settings, check_memory, check_paged, load_served
 
     checkpoint = options.checkpoint or default_checkpoint()
     patched, tokenizer = load_served(checkpoint, options.dtype, options.device)
@@ -90,6 +90,8 @@ def load_demo(options: Options) -> Demo:
     handle = patch(patched, scheme)
     check_paged(handle)
     limit = options.max_length or longest_text(handle, known)
+    readable = min(limit, table.capacity) if table else limit  # a table of positions has no rows beyond
+    check_memory(patched, limit + readable)
     new_tokens = options.max_tokens or min(256, max(1, trained // 4))
 
     def server(model: Any, longest: int) -> Server:
@@ -98,5 +100,4 @@ def load_demo(options: Options) -> Demo:
         batch = Batch(model, tokenizer, batch_settings(longest, 1, step), Sampling(0.0, 1.0))
         return Server(checkpoint, model, {None: batch}, Reaches(longest), new_tokens)
 
-    readable = min(limit, table.capacity) if table else limit  # a table of positions has no rows beyond
     return Demo(server(plain, readable), server(patched, limit), trained, spec)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
+
+import psutil
+import torch
 
 from rope_patch.errors import EvaluationError
 from rope_patch.mounting.handle import PatchHandle
 from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
 from rope_patch.serving.batch import PAGE
+from rope_patch.serving.one_by_one import needs_turns
 
 
 def load_served(checkpoint: str, dtype: str, device: str) -> tuple[Any, Any]:
@@ -37,6 +42,30 @@ def check_paged(handle: PatchHandle | None) -> None:
     if handle and (handle.scheme.stateful or "running_bias" in handle.scheme.methods):
         reason = "a paged cache cannot keep what it sums up over earlier tokens"
         raise EvaluationError(f"{handle.scheme} is not served: {reason}")
+
+
+def check_memory(model: Any, tokens: int) -> None:
+    """Refuse a cache that cannot fit, which Transformers would refuse in a traceback.
+
+    Args:
+        tokens: that the cache holds. Layers of one kind may share their pages with those of another, so only the
+            rarer kind is counted, which is never too much.
+
+    Raises:
+        EvaluationError: keys and values of so many tokens take more than the free memory.
+    """
+    config = model.config.get_text_config()
+    if needs_turns(config):
+        return
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    wanted = tokens * min(Counter(kinds).values()) * 2 * heads * width * model.dtype.itemsize
+    on_cuda = model.device.type == "cuda"
+    free = torch.cuda.mem_get_info(model.device)[0] if on_cuda else psutil.virtual_memory().available
+    if wanted > free:
+        sizes = f"{wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        raise EvaluationError(f"the cache for {tokens} tokens takes {sizes}; pass a lower --max-length")
 
 
 def batch_settings(longest: int, requests: int, step: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,6 +261,21 @@ def test_models_that_answer_elsewhere_are_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(AlreadyPatched):
         load_demo(parse(Options, [str(tmp_path), "--scheme", "pi:factor=4"]))
+
+
+def test_a_cache_that_does_not_fit_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10 * 2**30))
+    each = 6 * 2 * 4 * 64 * 4  # layers, keys and values, heads, their width, bytes
+    most = 10 * 2**30 // each
+    load_demo(parse(Options, ["--max-length", str(most // 2), "--device", "cpu"]))
+    words = (
+        f"the cache for {2 * (most // 2 + 1)} tokens takes 10.0 GiB, and 10.0 GiB are free; pass a lower --max-length"
+    )
+    with pytest.raises(EvaluationError, match=re.escape(words)):
+        load_demo(parse(Options, ["--max-length", str(most // 2 + 1), "--device", "cpu"]))
+    for command in (["serve", default_checkpoint()], ["demo-chat"]):
+        assert main([*command, "--max-length", "2000000", "--device", "cpu", "--port", "0"]) == 2
+        assert "GiB are free; pass a lower --max-length" in capsys.readouterr().err
 
 
 def test_a_port_is_checked_before_a_model_is_loaded(monkeypatch, capsys):
