@@ -142,6 +142,15 @@ def test_a_server_that_went_away_is_named(page):
     assert "The server does not answer; look at the terminal" in text_of(page, "#wrong")
 
 
+def test_an_answer_that_fails_keeps_its_text_and_lets_the_others_come(page):
+    page.type("#document", "import os")
+    page(HALF_AN_ANSWER)
+    ask(page)
+    assert text_of(page, ".patched .text") == "half"
+    assert text_of(page, ".patched .cost").endswith(": the server failed on this request")
+    assert "first token after" in text_of(page, ".plain .cost")
+
+
 def test_no_text_becomes_html(page):
     page("say(ANSWERS.plain.card, '<b id=\"evil\">x</b>', false)")
     page("complain('<b id=\"evil\">x</b>')")
@@ -169,6 +178,13 @@ def test_it_fits_and_is_legible(page, theme, width):
     low = page(CONTRASTS)
     assert not low
 
+
+HALF_AN_ANSWER = """{
+  const real = window.fetch;
+  const events = [{choices: [{text: "half"}]}, {error: {message: "the server failed on this request"}}];
+  const body = events.map((event) => `data: ${JSON.stringify(event)}\\n\\n`).join("");
+  window.fetch = async (path, ...rest) => path.startsWith("patched") ? new Response(body) : real(path, ...rest);
+}"""
 
 CONTRASTS = """(() => {
   const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
