@@ -29,7 +29,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rope_patch.cli.options import Count, Names, Numbers, Text, in_one_process, print_json, run, say
+from rope_patch.cli.options import (
+    Count,
+    Folder,
+    Name,
+    Names,
+    Numbers,
+    OptionalFile,
+    in_one_process,
+    print_json,
+    run,
+    say,
+)
 from rope_patch.errors import EvaluationError, MissingPackage, RopePatchError, did_you_mean
 from rope_patch.json_files import read_fields, read_rows, read_settings
 
@@ -48,13 +59,14 @@ class Options:
     encodings: Names  # encodings to compare, such as rope nope alibi "linear rope"
     only: Names = ()  # of these encodings, train or time only some
     seeds: Numbers = (0,)  # random seeds; each gives other weights and other batches
-    output: str = "runs/compare"  # folder for the rows, the table and the chart
-    train_text: Text = None  # file or folder to train on; without it, the standard library without its held-out modules
-    held_out_text: Text = None  # file or folder to measure on; without it, the held-out modules
+    output: Folder = "runs/compare"  # folder for the rows, the table and the chart
+    # file or folder to train on (default: the standard library without its held-out modules)
+    train_text: OptionalFile = None
+    held_out_text: OptionalFile = None  # file or folder to measure on (default: the held-out modules)
     context: int = 128  # training length L in bytes
     multiples: Numbers = (1, 2, 4, 8)  # lengths to measure, in multiples of L
     targets: int = 64  # number of scored bytes in each window, the same at every length
-    documents: Count = None  # number of held-out documents; without it, all that are long enough
+    documents: Count = None  # number of held-out documents (default: all that are long enough)
     windows_per_document: int = 4  # windows scored in each document
     hidden_size: int = 64  # width of the model
     intermediate_size: int = 160  # width of its MLPs
@@ -68,7 +80,7 @@ class Options:
     weight_decay: float = 0.1  # weight decay of the matrices, except those that an encoding learns
     evaluate_every: int = 100  # steps between two points of the loss curve
     save_every: int = 100  # steps between two checkpoints
-    device: str = "cpu"  # device to run on
+    device: Name = "cpu"  # device to run on
     threads: int = 1  # CPU threads; models as small as these gain little from a second one
     costs: bool = False  # do not train; time a step of each encoding in turn with one of rope
     cost_repetitions: int = 15  # timed steps of each encoding

@@ -24,9 +24,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_patch.cli.options import Count, Length, Lengths, Measured, Names, Specs, Text, is_main, run, say
+from rope_patch.cli.options import (
+    Count,
+    Folder,
+    Length,
+    Lengths,
+    Measured,
+    Name,
+    Names,
+    OptionalFile,
+    OptionalName,
+    Specs,
+    is_main,
+    run,
+    say,
+)
 from rope_patch.cli.report import report
-from rope_patch.errors import CorpusError, EvaluationError
+from rope_patch.errors import CorpusError, EvaluationError, counted
 from rope_patch.json_files import read_settings
 
 
@@ -36,25 +50,25 @@ class Options(Measured):
 
     schemes: Specs  # scheme to train, each on its own; target=auto means --length; plain trains the checkpoint as it is
     length: Length  # tokens of a training row: the context length to teach
-    dtype: str = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
+    dtype: Name = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
     streaming: bool = False  # read the text during the training instead of before it
     shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
     # form of the rows; under mixed every second one restarts after L tokens, under the last three positions skip
     layout: Literal["packed", "padded", "mixed", "pose", "cream", "randomized"] = "packed"
     pose_chunks: int = 2  # under pose, number of pieces of a row
-    pose_row: Count = None  # under pose, cream and randomized, tokens of a row; without it, L
-    # under randomized, ranges of positions in equal parts of the training; without it, five that grow to --length
+    pose_row: Count = None  # under pose, cream and randomized, tokens of a row (default: L)
+    # under randomized, ranges of positions in equal parts of the training (default: five that grow to --length)
     position_ranges: Lengths = ()
     allow_short: bool = False  # train even if no document fills a row
     held_out: float = 0.1  # share of the text to hold out and measure on
-    eval_text: Text = None  # measure on this text instead, and train on all of --text
-    eval_dataset: Text = None  # measure on this dataset instead
-    eval_split: Text = None  # split to measure on; without it, test or validation
-    lengths: Lengths = ()  # context lengths to measure before and after; without it, L, 2 L, ... up to --length
-    targets: Count = None  # number of scored tokens in each document; without it, L
-    documents: Count = None  # number of documents to measure on; without it, all
-    windows_per_document: Count = None  # windows scored in each document; without it, enough for 16 in all
-    evaluate_every: Count = None  # steps between two measurements; without it, only before and after
+    eval_text: OptionalFile = None  # measure on this text instead, and train on all of --text
+    eval_dataset: OptionalName = None  # measure on this dataset instead
+    eval_split: OptionalName = None  # split to measure on (default: test or validation)
+    lengths: Lengths = ()  # context lengths to measure before and after (default: L, 2 L, ... up to --length)
+    targets: Count = None  # number of scored tokens in each document (default: L)
+    documents: Count = None  # number of documents to measure on (default: all)
+    windows_per_document: Count = None  # windows scored in each document (default: enough for 16 in all)
+    evaluate_every: Count = None  # steps between two measurements (default: only before and after)
     method: Literal["full", "lora", "lora_norms", "lora_embeddings", "lora_norms_embeddings"] = "full"  # what to train
     rank: int = 8  # LoRA rank
     alpha: float = 16.0  # LoRA alpha
@@ -63,7 +77,7 @@ class Options(Measured):
     steps: int = 400  # optimiser steps
     batch_size: int = 64  # rows in a step, over all processes
     context_parallel: int = 1  # number of processes that share each row; started for you unless a launcher did
-    micro_batch_size: Count = None  # rows in one forward; without it, all of a process
+    micro_batch_size: Count = None  # rows in one forward (default: all of a process)
     learning_rate: float = 2e-5  # learning rate of AdamW (0.9, 0.95), as in YaRN and LongLoRA
     warmup_steps: int = 20  # steps over which the learning rate rises
     decay_steps: int = 0  # last steps, over which the learning rate falls to zero
@@ -76,7 +90,7 @@ class Options(Measured):
     save_every: int = 50  # steps between two checkpoints to resume from; the newest is kept
     log_every: int = 10  # steps between two losses in the log
     report_to: Names = ()  # trackers of Transformers, such as tensorboard or wandb
-    output: str = "runs/finetune"  # folder for the results
+    output: Folder = "runs/finetune"  # folder for the results
 
 
 KEPT = "model length text dataset layout pose_chunks pose_row method rank alpha dropout batch_size learning_rate"
@@ -98,7 +112,7 @@ def main(options: Options) -> None:
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.scheme_specs import REFERENCES, with_references
     from rope_patch.evaluation.verdict import of_training
-    from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers
+    from rope_patch.saving.loading import default_checkpoint, load_tokenizer, quiet_transformers, trained_length
     from rope_patch.training.callbacks import completed
     from rope_patch.training.checkpoints import alone_in, claim
 
@@ -121,6 +135,7 @@ def main(options: Options) -> None:
             claim(output, {**settings, "measured on": f"{text} ({digest})"})  # held-out text is never trained on later
             measurements, points = Rows(output / "perplexity.jsonl"), Rows(output / "finetune.jsonl")
         say(f"perplexity is measured on {text}")
+        say(cost_of(options, trained_length(options.model or default_checkpoint())))
         scored = ("targets", "documents", "windows_per_document", "seed")
         measured = {name: getattr(options, name) for name in scored} | {"name": options.model or "tiny-llama"}
         measured |= {"tokenizer": tokenizer, "corpus": corpus, "text": text, "results": measurements, "start": False}
@@ -130,6 +145,25 @@ def main(options: Options) -> None:
             rows = completed([row for row in points.rows if row.line in (*REFERENCES, *options.schemes)])
             verdict = of_training(rows, partial(folder_of, options))
             report(rows, options, points.path, verdict, title="Before and after fine-tuning")
+
+
+def cost_of(options: Options, trained: int) -> str:
+    """How many tokens the training of each scheme reads, as a sentence.
+
+    Args:
+        trained: L in tokens, of which rows consist whose positions skip.
+    """
+    tokens = row_length_of(options, trained)
+    every = f" for each of {len(options.schemes)} schemes" if len(options.schemes) > 1 else ""
+    return (
+        f"training reads {options.steps * options.batch_size * tokens:,} tokens{every}: "
+        f"{counted(options.steps, 'step')} of {counted(options.batch_size, 'row')} of {tokens} (--steps, --batch-size)"
+    )
+
+
+def row_length_of(options: Options, trained: int) -> int:
+    """Tokens of a row, which are fewer than --length where positions skip."""
+    return (options.pose_row or trained) if options.layout in SKIPPING else options.length
 
 
 def check(options: Options) -> None:
@@ -208,7 +242,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     trained = stacks[0].max_length
     if "flash" in language_model.config._attn_implementation and options.layout != "padded":
         raise EvaluationError("flash attention would misread where the documents of a row begin; use attention=sdpa")
-    row_length = (options.pose_row or trained) if options.layout in SKIPPING else options.length
+    row_length = row_length_of(options, trained)
     weights = long_ce.LongCE.beyond(trained, row_length) if options.loss == "longce" else None
     order = {name: getattr(options, name) for name in ("batch_size", "seed", "allow_short")}
     order |= {"shuffle_buffer": options.shuffle_buffer if options.streaming else None}

@@ -19,9 +19,11 @@ from typing import Any
 
 from rope_patch.cli import available, load
 from rope_patch.cli.options import (
+    File,
     Names,
+    OptionalFolder,
+    OptionalName,
     Positional,
-    Text,
     flags_of,
     in_tokens,
     is_main,
@@ -36,11 +38,11 @@ from rope_patch.errors import EvaluationError, did_you_mean
 
 @dataclass(kw_only=True)
 class Options:
-    plan: Positional[str]  # YAML file that lists the runs
+    plan: Positional[File]  # YAML file that lists the runs
     only: Names = ()  # names of the runs to make (default: all, in the order of the plan)
-    model: Text = None  # checkpoint, instead of the plan's
-    device: Text = None  # device to run on, instead of the plan's
-    output: Text = None  # folder for a folder of each run, instead of the plan's
+    model: OptionalFolder = None  # checkpoint, instead of the plan's
+    device: OptionalName = None  # device to run on, instead of the plan's
+    output: OptionalFolder = None  # folder for a folder of each run, instead of the plan's
     dry_run: bool = False  # print the command of each run and measure nothing
 
 

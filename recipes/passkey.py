@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rope_patch.cli.options import Lengths, Measured, Specs, is_main, run, say
+from rope_patch.cli.options import (
+    Folder,
+    Lengths,
+    Measured,
+    Specs,
+    is_main,
+    run,
+    say,
+)
 from rope_patch.cli.report import report
 
 if TYPE_CHECKING:
@@ -32,7 +40,7 @@ class Options(Measured):
     trials: int = 10  # prompts in each cell
     span: int = 32  # under spans, tokens of a span
     batch_size: int = 1  # prompts in one batch
-    output: str = "runs/retrieval"  # folder for TASK.jsonl and TASK.png
+    output: Folder = "runs/retrieval"  # folder for TASK.jsonl and TASK.png
 
 
 def main(options: Options) -> Verdict | None:

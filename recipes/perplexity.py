@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/perplexity_tiny.yaml
     rope-patch perplexity --context-parallel 2 --lengths 65536
 
-The table always includes the plain checkpoint (plain), the same on the text cut to its training length L (cut), and
-attention cut at L (window); --no-references leaves them out. Results are saved as you go: run the same command again to
+The table always includes the plain checkpoint (plain), the same on truncated text, the last L tokens alone (cut), and on a
+sliding window of L tokens (window); --no-references leaves them out. Results are saved as you go: run the same command again to
 resume. Several processes divide the windows and write the same rows as one.
 """
 
@@ -18,7 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rope_patch.cli.options import Count, Lengths, Measured, Specs, Text, is_main, run, say
+from rope_patch.cli.options import (
+    Count,
+    Folder,
+    Lengths,
+    Measured,
+    Name,
+    OptionalFolder,
+    Specs,
+    is_main,
+    run,
+    say,
+)
 from rope_patch.cli.report import report
 
 if TYPE_CHECKING:
@@ -30,16 +41,16 @@ class Options(Measured):
     lengths: Lengths  # context lengths to measure, ascending: tokens, or multiples of L such as 4x
     schemes: Specs = ()  # scheme to measure, a line of the table; target=auto takes each length in turn
     references: bool = True  # include the lines plain, cut and window (and near under repeat)
-    protocol: str = "auto"  # last, far, repeat, longppl, by_position, span_corruption, sliding, disjoint, yarn_...
-    targets: Count = None  # number of scored tokens in each window; without it, L, at most 4096
-    evaluator: Text = None  # under longppl, the checkpoint that finds key tokens
-    short_context: Count = None  # under longppl, tokens of its short contexts; without it, 4096
+    protocol: Name = "auto"  # last, far, repeat, longppl, by_position, span_corruption, sliding, disjoint, yarn_...
+    targets: Count = None  # number of scored tokens in each window (default: L, at most 4096)
+    evaluator: OptionalFolder = None  # under longppl, the checkpoint that finds key tokens
+    short_context: Count = None  # under longppl, tokens of its short contexts (default: 4096)
     stride: Count = None  # tokens between two windows of sliding, yarn_compat (256) and longppl (1024)
-    tokens_per_document: Count = None  # where whole documents are scored, tokens of each; without it, all
-    documents: Count = None  # number of documents, drawn at random; without it, all
-    windows_per_document: Count = None  # windows scored in each document; without it, enough for 16 in all
+    tokens_per_document: Count = None  # where whole documents are scored, tokens of each (default: all)
+    documents: Count = None  # number of documents, drawn at random (default: all)
+    windows_per_document: Count = None  # windows scored in each document (default: enough for 16 in all)
     context_parallel: int = 1  # number of processes that share each context; started for you unless a launcher did
-    output: str = "runs/perplexity"  # folder for perplexity.jsonl and perplexity.png
+    output: Folder = "runs/perplexity"  # folder for perplexity.jsonl and perplexity.png
 
 
 def main(options: Options) -> Verdict | None:

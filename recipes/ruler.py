@@ -15,14 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rope_patch.cli.options import Lengths, Measured, Specs, Text, is_main, run, say
+from rope_patch.cli.options import (
+    Folder,
+    Lengths,
+    Measured,
+    OptionalFile,
+    OptionalName,
+    Specs,
+    is_main,
+    run,
+    say,
+)
 from rope_patch.cli.report import report
 
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    text: Text = None  # refused: the tasks bring their own texts
-    dataset: Text = None  # refused, like --text
+    text: OptionalFile = None  # refused: the tasks bring their own texts
+    dataset: OptionalName = None  # refused, like --text
     lengths: Lengths  # lengths to measure, ascending, each for a prompt with its longest answer
     schemes: Specs = ()  # scheme to measure, a heat map; target=auto takes each length in turn
     references: bool = True  # include the heat maps of plain and window
@@ -30,7 +40,7 @@ class Options(Measured):
     samples: int = 20  # samples of each task at each length; RULER takes 500
     chat: bool = False  # put the questions into the tokenizer's chat template
     seed: int = 42  # random seed of the prompts, as in RULER
-    output: str = "runs/ruler"  # folder for ruler.jsonl and ruler.png
+    output: Folder = "runs/ruler"  # folder for ruler.jsonl and ruler.png
 
 
 def main(options: Options) -> None:

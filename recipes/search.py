@@ -27,7 +27,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rope_patch.cli.options import Amount, Count, Length, Measured, is_main, print_json, run, say
+from rope_patch.cli.options import (
+    Amount,
+    Count,
+    Folder,
+    Length,
+    Measured,
+    is_main,
+    print_json,
+    run,
+    say,
+)
 from rope_patch.errors import EvaluationError
 
 STARTS = ("pi", "ntk", "yarn", "mrrope")
@@ -53,12 +63,12 @@ class Options(Measured):
     generations: int = 40  # number of generations at most
     population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
     protocol: Literal["repeat", "far", "last"] = "repeat"  # score what needs far context, or ordinary text
-    targets: Count = None  # number of scored tokens in each window; without it, the protocol's own
-    documents: Count = None  # number of documents in each half, drawn at random; without it, all
-    windows_per_document: Count = None  # windows scored in each document; without it, the protocol's own
-    attention_factor: Amount = None  # factor on cos and sin at all lengths; without it, YaRN's 0.1 ln k + 1; 1 is none
+    targets: Count = None  # number of scored tokens in each window (default: the protocol's own)
+    documents: Count = None  # number of documents in each half, drawn at random (default: all)
+    windows_per_document: Count = None  # windows scored in each document (default: the protocol's own)
+    attention_factor: Amount = None  # factor on cos and sin at all lengths; 1 is none (default: YaRN's 0.1 ln k + 1)
     candidates_per_forward: int = 1  # lists that share a forward; more are faster only on a GPU
-    output: str = "runs/search"  # folder for search.jsonl, search.png, scheme.txt and scheme-short.txt
+    output: Folder = "runs/search"  # folder for search.jsonl, search.png, scheme.txt and scheme-short.txt
 
 
 def main(options: Options) -> None:
@@ -66,11 +76,19 @@ def main(options: Options) -> None:
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import halves
     from rope_patch.errors import MissingPackage
+    from rope_patch.evaluation.budget import (
+        Part,
+        documents_before,
+        fewer_documents,
+        halves_within,
+        seconds_of_a_line,
+        seconds_per_token,
+    )
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
     from rope_patch.evaluation.row import Rows
     from rope_patch.evaluation.run import run as run_task
-    from rope_patch.evaluation.scheme_specs import TEXT_CUT
+    from rope_patch.evaluation.scheme_specs import TRUNCATED
     from rope_patch.evaluation.side_by_side import measure_together
     from rope_patch.evaluation.tables import print_table
     from rope_patch.evaluation.tasks.perplexity import Perplexity
@@ -102,13 +120,32 @@ def main(options: Options) -> None:
         model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
     pop_scheme(model, say)
     measured, name = MeasuredModel(model), options.model or "tiny-llama"
-    choosing, confirming = halves(corpus, tokenizer, target + 1, options.documents, options.seed)
-    choice = replace(plan, tokenizer=tokenizer, corpus=choosing).resolve(measured, [target])
-    each = math.ceil(CONFIRMING / len(confirming))
-    other = replace(plan, tokenizer=tokenizer, corpus=confirming, windows_per_document=each)
-    ordinary = replace(other, protocol="last", targets=None)
     lengths = [trained, target]
-    tests = {one.protocol: one.resolve(measured, lengths) for one in (ordinary, other)}
+
+    def both_halves(documents: int | None) -> tuple[Any, dict[str, Any]]:
+        choosing, confirming = halves(corpus, tokenizer, target + 1, documents, options.seed)
+        each = math.ceil(CONFIRMING / len(confirming))
+        other = replace(plan, tokenizer=tokenizer, corpus=confirming, windows_per_document=each)
+        ordinary = replace(other, protocol="last", targets=None)
+        choice = replace(plan, tokenizer=tokenizer, corpus=choosing).resolve(measured, [target])
+        return choice, {one.protocol: one.resolve(measured, lengths) for one in (ordinary, other)}
+
+    documents = options.documents
+    if options.budget_minutes and documents is None:
+        documents = documents_before(rows.rows, target, lambda number: both_halves(number)[0])
+    choice, tests = both_halves(documents)
+    if options.budget_minutes and documents == options.documents:
+        rates = seconds_per_token(model, tests["last"], lengths)
+
+        def parts_of(both: tuple[Any, dict[str, Any]]) -> list[Part]:
+            starts = Part(seconds_of_a_line(rates, both[0], [target]), len(STARTS), len(STARTS) + options.population)
+            lines = {name: len(test.references) + len(COMPARED) + 1 for name, test in both[1].items()}
+            others = [Part(seconds_of_a_line(rates, both[1][name], lengths), *[lines[name]] * 2) for name in lines]
+            return [starts, *others]
+
+        left = options.budget_minutes - (time.monotonic() - began) / 60
+        numbers = fewer_documents(choice.selection.documents, chosen=documents is not None)
+        choice, tests = halves_within(left, numbers, both_halves, parts_of, say)
 
     # YaRN and others on the half that does not choose; then the starts
     stack = measured.stacks[0]
@@ -139,7 +176,7 @@ def main(options: Options) -> None:
 
     confirmation = {}
     for protocol, test in tests.items():
-        free = test.references if protocol == options.protocol else (TEXT_CUT,)
+        free = test.references if protocol == options.protocol else (TRUNCATED,)
         lines = [*free, *(f"{start}:factor={factor:g}" for start in COMPARED)]
         confirmation[protocol] = run_task(model, test, lines, lengths, rows, name=name)
     reserve = sum(row.seconds or 0 for each in confirmation.values() for row in each if row.line.startswith(COMPARED))
@@ -371,7 +408,7 @@ def judge(rows: Sequence[Any], ordinary: Sequence[Any], command: str = NEXT["pai
 
     Args:
         rows: of the protocol that chose: of `COMPARED`, of what was found, and of the protocol's references.
-        ordinary: of protocol `last`: the same, and the text cut to L.
+        ordinary: of protocol `last`: the same, and truncated text.
         command: what you run next.
     """
     from rope_patch.evaluation.scheme_specs import display_name

@@ -21,27 +21,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.cli.options import Count, Numbers, OptionalLength, Positional, Text, in_one_process, run, say
+from rope_patch.cli.options import (
+    Count,
+    Folder,
+    Name,
+    Numbers,
+    OptionalLength,
+    OptionalScheme,
+    Positional,
+    Text,
+    in_one_process,
+    run,
+    say,
+)
 from rope_patch.errors import EvaluationError
 from rope_patch.serving.listening import check_packages, check_port, listen
 
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[str]  # checkpoint folder, GGUF file or Hub ID; its last part names the model in requests
-    scheme: Text = None  # scheme such as rerope:window=512+logn; without it, the one that the folder records
+    checkpoint: Positional[Folder]  # checkpoint folder, GGUF file or Hub ID; its last part names the model in requests
+    scheme: OptionalScheme = None  # scheme such as rerope:window=512+logn (default: the one that the folder records)
     factors: Numbers = ()  # whole multiples of L that a request can reach, such as 1,2,4, for a scheme with target=auto
-    max_length: OptionalLength = None  # longest prompt with its answer; without it, what the scheme reaches, or 4 L
+    max_length: OptionalLength = None  # longest prompt with its answer (default: what the scheme reaches, or 4 L)
     max_tokens: int = 256  # longest answer, unless a request sets it
     max_requests: int = 8  # number of the longest requests that the cache holds, under each factor
-    max_batch_tokens: Count = None  # tokens in one step; without it, 512, or --max-length for dynamic schemes
+    max_batch_tokens: Count = None  # tokens in one step (default: 512, or --max-length for dynamic schemes)
     temperature: float = 0.0  # temperature, unless a request sets it; 0 takes the likeliest token
     top_p: float = 1.0  # share of the probability to sample from, unless a request sets it
-    dtype: str = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
-    device: str = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
-    host: str = "localhost"  # host name to listen on
+    dtype: Name = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
+    device: Name = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
+    host: Name = "localhost"  # host name to listen on
     port: int = 8000  # port to listen on
-    api_key: Text = None  # bearer token that every request has to send; without it, none
+    api_key: Text = None  # bearer token that every request has to send (default: none)
 
 
 def main(options: Options) -> None:

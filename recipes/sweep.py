@@ -6,7 +6,7 @@
 
 Every scheme scores the same tokens of one half of the text, from the training length L up to the target. The best guess
 for each scheme comes first; the best schemes then get log-n, other values, and values in between. The other half of the
-text, which chose nothing, confirms the winner or does not. References such as the text cut to L (cut) are always
+text, which chose nothing, confirms the winner or does not. References such as truncated text (cut) are always
 measured. Results are saved as you go: run the same command again to resume.
 """
 
@@ -23,11 +23,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, get_type_hints
 
-from rope_patch.cli.options import Amount, Count, Length, Measured, Names, Text, is_main, print_json, run, say
+from rope_patch.cli.options import (
+    Amount,
+    Count,
+    Folder,
+    Length,
+    Measured,
+    Names,
+    OptionalName,
+    is_main,
+    print_json,
+    run,
+    say,
+)
 
 CONTENDERS = 3  # how many of the best schemes go on to the next round
 SHOWN = 6  # how many schemes the chart shows beside the references; with more it cannot be read
 TIE = 0.001  # nats at the target by which a line may be worse and still be preferred, if it is better over all lengths
+WORTHWHILE = 12  # lines of a sweep that a budget should reach
 ROUNDS = (
     "the best guess of every scheme",
     f"log-n on top of the {CONTENDERS} best schemes",
@@ -45,11 +58,12 @@ class Options(Measured):
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     budget_measurements: Count = None  # limit of new measurements, each of one candidate at one length
     protocol: Literal["last", "repeat", "far"] = "last"  # ordinary text, or tokens that need what is far back
-    targets: Count = None  # number of scored tokens in each window; without it, L, at most 4096
-    documents: Count = None  # number of documents in each half, drawn at random; without it, all
-    windows_per_document: Count = None  # windows scored in each document; without it, enough for 16 in each half
-    serve: Text = None  # try only schemes for this server: vllm, llama.cpp, or config (any that reads rope_parameters)
-    output: str = "runs/sweep"  # folder for sweep.jsonl and sweep.png
+    targets: Count = None  # number of scored tokens in each window (default: L, at most 4096)
+    documents: Count = None  # number of documents in each half, drawn at random (default: all)
+    windows_per_document: Count = None  # windows scored in each document (default: enough for 16 in each half)
+    # try only schemes for this server: vllm, llama.cpp, or config (any that reads rope_parameters)
+    serve: OptionalName = None
+    output: Folder = "runs/sweep"  # folder for sweep.jsonl and sweep.png
     dry_run: bool = False  # show what would be tried and measure nothing
 
 
@@ -59,6 +73,14 @@ def main(options: Options) -> None:
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import halves
     from rope_patch.errors import RopePatchError, counted
+    from rope_patch.evaluation.budget import (
+        Part,
+        documents_before,
+        fewer_documents,
+        halves_within,
+        seconds_of_a_line,
+        seconds_per_token,
+    )
     from rope_patch.evaluation.measured_model import MeasuredModel, pop_scheme
     from rope_patch.evaluation.processes import on_main
     from rope_patch.evaluation.row import Rows, by_line
@@ -108,10 +130,28 @@ def main(options: Options) -> None:
         model = load_model(checkpoint, dtype=options.dtype, device=options.device, attention=options.attention)
     learned = pop_scheme(model, say)
     say(f"trying {counted(len(swept), 'scheme')} at {', '.join(map(str, lengths))} tokens, best guesses first")
-    choosing, confirming = (
-        replace(plan, tokenizer=tokenizer, corpus=half).resolve(MeasuredModel(model), lengths)
-        for half in halves(corpus, tokenizer, lengths[-1] + 1, options.documents, options.seed)
-    )
+
+    def both_halves(documents: int | None) -> list[Any]:
+        parts = halves(corpus, tokenizer, lengths[-1] + 1, documents, options.seed)
+        return [
+            replace(plan, tokenizer=tokenizer, corpus=half).resolve(MeasuredModel(model), lengths) for half in parts
+        ]
+
+    documents = options.documents
+    if options.budget_minutes and documents is None:
+        documents = documents_before(results.rows, lengths[-1], lambda number: both_halves(number)[0])
+    choosing, confirming = both_halves(documents)
+    if options.budget_minutes and documents == options.documents:  # a budget of 0 measures the references alone
+        rates, always = seconds_per_token(model, choosing, lengths), len(references) + 1  # with a first candidate
+
+        def parts_of(both: Sequence[Any]) -> list[Part]:
+            two = [lengths[0], lengths[-1]]
+            confirmed = Part(seconds_of_a_line(rates, both[1], two), always, always)
+            return [Part(seconds_of_a_line(rates, both[0], lengths), always, always + WORTHWHILE), confirmed]
+
+        left = options.budget_minutes - (time.monotonic() - began) / 60
+        numbers = fewer_documents(choosing.selection.documents, chosen=documents is not None)
+        choosing, confirming = halves_within(left, numbers, both_halves, parts_of, say)
     settings = {"rows": results, "name": options.model or "tiny-llama", "trained": learned}
     measured = partial(run_task, model, choosing, lengths=lengths, **settings)
     confirmed = partial(run_task, model, confirming, lengths=[lengths[0], lengths[-1]], **settings)
@@ -366,6 +406,8 @@ def recommend(confirmation: Mapping[str, Sequence[Any]], best: str) -> tuple[Any
     rows = [row for line in confirmation for row in confirmation[line]]
     verdict, at_l, at_target = of_losses(rows), confirmation[best][0], confirmation[best][-1]
     difference, error = paired_difference(at_target, reference_of(rows, at_target.length))
+    told = verdict.sentence[:1].lower() + verdict.sentence[1:]
+    verdict = replace(verdict, sentence=f"On the half of the text that did not choose it, {told}")
     if "plain" in confirmation:
         cost = at_l.nll - confirmation["plain"][0].nll
         price = f"It {'costs' if cost > 0 else 'gains'} {abs(cost):.3f} at {at_l.length} tokens."
@@ -384,7 +426,7 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any
     grid = Grid.from_rows([row for line in rows for row in rows[line]])
     (first, *middle, target), trained = grid.lengths, grid.any.training_length
     free = display_name(grid.baseline)
-    table = Table("scheme", str(target), "minus cut", f"minus plain at {first}", *map(str, middle))
+    table = Table("scheme", str(target), "minus reference", f"minus plain at {first}", *map(str, middle))
     table.title = f"{grid.any.model}: NLL in nats per token, L = {trained}, best first"
     table.add_column("served by")
     for series in grid.series:
@@ -396,8 +438,8 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any
         style = "bold green" if series.line == best else None
         table.add_row(grid.name(series), losses[0], apart, cost, *losses[1:], served, style=style)
     errors = (
-        f"minus cut: loss minus that of {free}, ± the error of this difference; minus plain: loss minus that of the "
-        "plain checkpoint"
+        f"minus reference: loss minus that of {free}, ± the error of this difference; minus plain: loss minus that of "
+        "the plain checkpoint"
     )
     servers = "served by: config is any server that reads Transformers' rope_parameters, see rope-patch export"
     Console().print(table, errors, *grid.notes(), servers, sep="\n")

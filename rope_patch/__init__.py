@@ -1,4 +1,4 @@
-"""One line that lets a loaded Transformers model use another position scheme, and one that takes it back.
+"""Let a loaded Transformers model use another position scheme with one line, and undo it with another.
 
 The public names are those of `rope_patch.api`, which is loaded when the first of them is used: the command line
 explains itself without torch. The one thing that the import does is to enter the name "rope_patch" in Transformers'

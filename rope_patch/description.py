@@ -1,4 +1,4 @@
-"""What a model does about positions, as a table to print."""
+"""A description of a model's positions, as a table to print."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rows = Sequence[tuple[str, str]]
 
 
 class Description(str):
-    """Tables as text. A notebook shows them as HTML where they are the last line of a cell.
+    """A text of tables. A notebook shows them as HTML if it is the last line of a cell.
 
     Attributes:
         tables: for each part of a model its rows, of a name and a value.
@@ -44,7 +44,7 @@ class Description(str):
 
     @classmethod
     def from_tables(cls, tables: Sequence[Rows]) -> Description:
-        """The text of some tables, which are kept beside it."""
+        """Format some tables as text, and keep them beside it."""
         description = cls("\n\n".join(map(_as_text, tables)))
         description.tables = tables
         return description
@@ -65,7 +65,8 @@ def _as_text(rows: Rows) -> str:
 
 
 def describe(model: nn.Module | PatchHandle) -> Description:
-    """A table: each scheme with its slots, fields and source, the mount, the layers left alone, and some numbers.
+    """Describe a model in a table: each scheme with its slots, fields and source, the mount, the layers left alone, and
+    some numbers.
 
     The numbers are those that a scheme changes: frequencies and wavelengths of a few pairs, slopes or biases, query
     scales at a few positions, and the position map phi_q(m) - phi_k(n), the distance that is rotated, for some pairs
@@ -116,7 +117,7 @@ def _table(model: nn.Module, stack: Stack, asked: Scheme, plan: Plan | None, sta
 
 
 def _lengths(stack: Stack) -> str:
-    """The training length, and for a checkpoint that was extended before both of its lengths."""
+    """Name the training length; for a checkpoint that was extended before, both of its lengths."""
     if stack.max_length == stack.training_length:
         return f"{stack.max_length} tokens"
     return (
@@ -125,7 +126,7 @@ def _lengths(stack: Stack) -> str:
 
 
 def _unpatched(model: nn.Module, stack: Stack) -> str:
-    """The state of a model that carries no scheme; its config may record one."""
+    """Describe the state of a model that carries no scheme; its config may record one."""
     try:
         record = Record.find(model)
     except RopePatchError as error:
@@ -133,14 +134,14 @@ def _unpatched(model: nn.Module, stack: Stack) -> str:
     if record is None:
         return "not patched; this is its native scheme"
     if record.positions is not None:
-        return f"not patched; its table has the rows of {record.scheme}, which repatch(model) takes up"
+        return f"not patched; its table has the rows of {record.scheme}, which repatch(model) applies"
     if record.is_stated(stack.config):
         return f"not patched; its config records {record.scheme}, which Transformers applies by itself"
     return f"not patched; its config records {record.scheme}, which is not applied: use repatch(model)"
 
 
 def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[LayerState]) -> Iterable[tuple[str, str]]:
-    """The rows of layers under one scheme, whose defaults are filled in; `states` are those of all patched layers."""
+    """The rows on layers under one scheme, whose defaults are filled in; `states` are those of all patched layers."""
     own = set(map(id, stack.layers))
     states = [state for state in states if id(state.layer) in own]
     lost = plan is not None and lost_positions(stack, plan.scheme)
@@ -189,7 +190,7 @@ def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[Lay
 
 @torch.no_grad()
 def _numbers(scheme: Scheme, stack: Stack, layer: AttentionLayer, weights: Weights) -> Iterable[tuple[str, str]]:
-    """What the slots of a scheme hold in a layer at a few pairs, heads, distances and positions."""
+    """The rows on the numbers of a scheme in a layer, at a few pairs, heads, distances and positions."""
     trained = stack.max_length
     if any(value.is_meta for value in weights.values()):
         return
@@ -239,26 +240,26 @@ def _numbered(indices: Iterable[int]) -> str:
 
 
 def _own_positions(stack: Stack, asked: Scheme, plan: Plan) -> Iterable[tuple[str, str]]:
-    """What happens to the checkpoint's own positions."""
+    """The rows on the checkpoint's own positions: replaced, refined or kept."""
     added = [part for part in plan.scheme.parts() if part not in asked.parts()]
     if stack.absolute is not None:
         return [("rows", "the checkpoint's own come first" if asked.keeps_rows else "instead of the checkpoint's own")]
     if stack.rotary:
         if asked.refines and added:
             return [("frequencies", f"{part}, the checkpoint's own, refined") for part in added]
-        stand_in = "the bias" if asked.brings_bias else "positions that join at the input"
+        stand_in = "the bias" if asked.brings_bias else "positions added at the input"
         return [("rotation", f"replaced by {stand_in}; list RoPE() as well to keep both")] if NoPE() in added else []
     if plan.scheme.brings_bias:
         return [("bias", f"{part}, the checkpoint's own, stays") for part in added if "bias" in part.slots]
     native = stack.native.name if stack.native else "it"
     if "embedding" in asked.slots:
-        return [("bias", f"replaced by positions that join at the input; list {native} as well to keep both")]
+        return [("bias", f"replaced by positions added at the input; list {native} as well to keep both")]
     rotation = f"a rotation of base {BASE:g}" if RoPE() in added else "the rotation"
     return [("bias", f"replaced by {rotation}; list {native} as well to keep both")]
 
 
 def _by_reason(reasons: dict[int, str]) -> Iterable[str]:
-    """Layers and their common reason, a line for each reason."""
+    """Group layers by their reason, a line for each reason."""
     layers: dict[str, list[int]] = {}
     for index, reason in reasons.items():
         layers.setdefault(reason, []).append(index)
@@ -266,8 +267,8 @@ def _by_reason(reasons: dict[int, str]) -> Iterable[str]:
 
 
 def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
-    """phi_q(m) - phi_k(n) of the region that holds (m, n), as text: a range if pairs of dimensions differ, `hidden`
-    where no region does, or where a mask hides the pair from all heads.
+    """The rotated distance phi_q(m) - phi_k(n) of the region that holds (m, n), as text: a range if pairs of dimensions
+    differ, `hidden` if no region holds it, or if a mask hides the pair from all heads.
 
     Args:
         scheme: any.

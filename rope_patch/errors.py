@@ -1,4 +1,4 @@
-"""Every error and warning of this library.
+"""All errors and warnings of this library.
 
 Errors derive from `RopePatchError` and from the builtin that fits, so both styles of `except` work.
 """
@@ -28,9 +28,10 @@ class RopePatchError(Exception):
 
 
 class RopePatchWarning(UserWarning):
-    """A patch that changes nothing, shortens a checkpoint, or after which a pretrained model needs training, which
-    `describe` shows too; frequencies that a cast has rounded; a saved model that plain libraries read without its
-    scheme; a setting of a checkpoint that is not followed; or a kernel that failed its trial and is not used.
+    """A warning about: a patch that changes nothing, shortens a checkpoint, or after which a pretrained model needs
+    training, which `describe` shows too; frequencies that a cast has rounded; a saved model that plain libraries read
+    without its scheme; a setting of a checkpoint that is not followed; or a kernel that failed its trial and is not
+    used.
 
     Silence it with `warnings.simplefilter("ignore", rope_patch.RopePatchWarning)`.
     """
@@ -92,7 +93,7 @@ class CorpusError(RopePatchError, ValueError):
 
 
 class EvaluationError(RopePatchError, ValueError):
-    """A measurement that cannot be made as asked."""
+    """A measurement cannot be made as asked."""
 
 
 class NoCheckpoint(EvaluationError, OSError):
@@ -104,13 +105,13 @@ class MissingPackage(RopePatchError, ImportError):
 
 
 def warn(sentence: str, stacklevel: int) -> None:
-    """Give a `RopePatchWarning` with how to silence it; `stacklevel` is 1 for the caller of this function."""
+    """Warn with a `RopePatchWarning` that says how to silence it; `stacklevel` is 1 for the caller of this function."""
     silence = "warnings.simplefilter('ignore', rope_patch.RopePatchWarning) silences this"
     warnings.warn(f"{sentence} ({silence})", RopePatchWarning, stacklevel=stacklevel + 1)
 
 
 def require(package: str, what: str, extra: str | None = None) -> None:
-    """Check that an optional package is there.
+    """Check that an optional package is installed.
 
     Args:
         package: as it is imported.
@@ -128,7 +129,7 @@ def require(package: str, what: str, extra: str | None = None) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 window`, `2 windows`."""
+    """Count a noun: `1 window`, `2 windows`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

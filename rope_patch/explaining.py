@@ -1,4 +1,6 @@
-"""Which executor scores each layer of a patched model, in how many pieces, and why the others do not."""
+"""Explanations of how attention is scored: which executor scores each layer of a patched model, in how many pieces, and
+why the others do not.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from rope_patch.patching import PatchHandle, find_handles, loaded
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """How one layer was computed in one situation.
+    """A record of how one layer was computed in one situation.
 
     Attributes:
         taken: the name of the executor, or the attention that was there before.
@@ -38,22 +40,22 @@ class Account:
 
     @property
     def how(self) -> str:
-        """The executor with its number of pieces, or what was done instead."""
+        """The executor with its number of pieces, or a sentence on what happened instead."""
         if self.refusal:
             return f"refused: {self.refusal}"
         if self.pieces:
             return f"{self.taken}: {counted(self.pieces, 'piece')}"
         if self.taken == "joined":
-            return "joined: by the plan of an earlier layer"
-        return f"{self.taken}: the attention that was there before"
+            return "joined: repeats the plan of an earlier layer"
+        return f"{self.taken}: the attention that the model had before the patch"
 
 
 Accounts = dict[int, Account]
 
 
 def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: Any) -> Description:
-    """A table that says for a prefill, a decoded token, a training step and a compiled call, layer by layer: which
-    executor scores it, in how many pieces, and why each other one was not taken.
+    """Explain for a prefill, a decoded token, a training step and a compiled call, layer by layer, which executor
+    scores it, in how many pieces, and why each other one was not taken.
 
     It runs the model on `input_ids` three times: without gradients, then on one more token behind the cache, then with
     gradients. What a compiled model would take is looked up in the same table, without compiling it.
@@ -75,7 +77,7 @@ def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: A
     model = loaded(model)
     handles = find_handles(model)
     if not handles:
-        raise NotPatched(f"{type(model).__name__} carries no scheme, so that its own attention scores every layer")
+        raise NotPatched(f"{type(model).__name__} carries no scheme, so its own attention scores every layer")
     training, states = model.training, [state for handle in handles for state in handle.layer_states]
     model.eval()
     found: dict[str, Accounts] = {}
@@ -138,7 +140,7 @@ def _keeps_cache(model: nn.Module) -> bool:
 
 
 def _next_token(model: nn.Module, input_ids: torch.Tensor, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of one more token behind a cache; which token it is does not matter."""
+    """Build the inputs of one more token behind a cache; the choice of the token does not matter."""
     token, past = input_ids[:, -1:], output.past_key_values
     mask, others = inputs.get("attention_mask"), {key: value for key, value in inputs.items() if "decoder" not in key}
     if getattr(cast(Any, model).config, "is_encoder_decoder", False):
@@ -169,7 +171,7 @@ def _rows(situation: str, handles: tuple[PatchHandle, ...], accounts: Accounts) 
 
 
 def _listed(indices: list[int]) -> str:
-    """Layers by number, with runs as `0-3`."""
+    """List layers by number, with runs as `0-3`."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What differs while a compiler traces a call: no value is known, and nothing may be remembered."""
+"""Helpers for calls that a compiler traces: no value is known, and nothing may be remembered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ def traced() -> bool:
 
 
 def require(holds: torch.Tensor, error: type[Exception], message: str) -> None:
-    """Raise the error unless the boolean scalar `holds`; a graph raises a RuntimeError of this message when it runs."""
+    """Raise the error unless the boolean scalar `holds`; a graph raises a RuntimeError with this message when it
+    runs.
+    """
     if torch.compiler.is_compiling():
         torch._assert_async(holds, f"rope_patch: {message}")
     elif not holds:

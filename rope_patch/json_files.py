@@ -1,4 +1,4 @@
-"""Read the JSON that earlier runs wrote, and refuse in one line what none of them can have written.
+"""Reading JSON that earlier runs wrote; a file that none of them can have written is refused in one line.
 
 A run writes each key once, numbers that a machine has, and text that can be printed. Anything else comes from a damaged
 file, and would fail later and elsewhere.
@@ -17,7 +17,7 @@ from rope_patch.errors import EvaluationError
 
 T = TypeVar("T")
 
-_DEEPEST = 32  # brackets in one another; those of a scheme are fewer
+_DEEPEST = 32  # levels of nested brackets; a scheme has fewer
 _NAMES = {
     int: "a whole number",
     float: "a number",
@@ -29,7 +29,7 @@ _NAMES = {
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """The object of a JSON `text`.
+    """Parse the object of a JSON `text`.
 
     Raises:
         ValueError: it is not JSON, not an object, nested too deep, has a key twice, a number beyond 64 bits, or half a
@@ -57,7 +57,7 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def check_types(fields: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Compare the values of `fields` with the annotation that `allowed` has for each name, such as `int | None`.
+    """Check the values of `fields` against the annotation that `allowed` has for each name, such as `int | None`.
 
     Raises:
         TypeError: one is of another type. A whole number is a number, too; true and false are not.
@@ -68,7 +68,7 @@ def check_types(fields: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
 
 
 def read_fields(text: str, allowed: Mapping[str, Any]) -> dict[str, Any]:
-    """The object of a JSON `text` that has all the `allowed` fields, of their types, and maybe others.
+    """Parse the object of a JSON `text` that has all the `allowed` fields, of their types, and maybe others.
 
     Raises:
         ValueError, TypeError: see `read_object` and `check_types`, or one is missing.
@@ -81,7 +81,7 @@ def read_fields(text: str, allowed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The object in a settings file of a run.
+    """Read the object in a settings file of a run.
 
     Raises:
         EvaluationError: the file is damaged.
@@ -94,7 +94,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: str | Path, content: bytes, row_of: Callable[[str], T]) -> tuple[list[T], int]:
-    """The rows of a results file, one from each line, and the size in bytes of its whole lines.
+    """Read the rows of a results file, one from each line, and return the size in bytes of its whole lines.
 
     Args:
         content: of the file at `path`; a last line that was cut off is left out.
@@ -156,7 +156,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _named(hint: Any) -> str:
-    """The words for an annotation, as in "a list (a number each)"."""
+    """Name an annotation in words, as in "a list (a number each)"."""
     origin, inner = get_origin(hint), [each for each in get_args(hint) if each is not type(None)]
     if origin in (Union, types.UnionType):
         return " or ".join(map(_named, inner))

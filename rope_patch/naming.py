@@ -19,7 +19,7 @@ NAME = "rope_patch"
 """The value of `attn_implementation`."""
 
 _MOUNTING = "rope_patch.saving.by_name"  # loaded with the first call
-_REGISTRY = "transformers.modeling_utils"  # which loads `transformers.masking_utils`, too
+_REGISTRY = "transformers.modeling_utils"  # this module loads `transformers.masking_utils`, too
 
 
 def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,12 +28,14 @@ def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def mask(**kwargs: Any) -> Any:
-    """The mask of such a model, which Transformers wants before its first layer runs; see `saving.by_name.mask`."""
+    """The mask function of such a model, which Transformers calls before its first layer runs; see
+    `saving.by_name.mask`.
+    """
     return _mounting().mask(**kwargs)
 
 
 def _mounting() -> ModuleType:
-    """The module that mounts a scheme during a call, which is loaded with the first one."""
+    """Import the module that mounts a scheme during a call, at the first such call."""
     from rope_patch.errors import UnsupportedModel
     from rope_patch.graphs import traced
 
@@ -62,12 +64,14 @@ def _enter() -> None:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Finds the module with Transformers' registry as Python does, enters the name once it was run, and is gone."""
+    """An import hook that enters the name once the module with Transformers' registry was run, and then removes
+    itself.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The usual spec of that module, None for every other."""
+        """Find that module as Python does, and enter the name after it runs; None for every other module."""
         if fullname != _REGISTRY:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

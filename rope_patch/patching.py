@@ -1,4 +1,4 @@
-"""Patching a loaded model in place, and taking it back."""
+"""Patching a loaded model in place, and undoing it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.mounting.plan import Mount, install, plan_mounts
 from rope_patch.mounting.registration import own_attention
 from rope_patch.mounting.saved import Notice, install_saving
-from rope_patch.mounting.scheme_warnings import scheme_warning
+from rope_patch.mounting.scheme_warnings import scaled_in_vain, scheme_warning
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.reach import spelled
@@ -45,6 +45,7 @@ def patch(
     mount: Mount = "auto",
     attention: AttentionMode = "auto",
     replace: bool = False,
+    allow_untrained: bool = False,
     **fields: Any,
 ) -> PatchHandle:
     """Let a loaded model use another position scheme. Nothing but this model object changes.
@@ -61,6 +62,8 @@ def patch(
             the reason. The environment variable `ROPE_PATCH_ATTENTION` stands in for `"auto"`. `explain` shows what is
             taken.
         replace: take off the scheme that the model carries, with its learned parameters, and put this one in its place.
+        allow_untrained: accept a scheme that scales a rotation (`yarn`, `pi`, `ntk` ...) where the model was trained
+            with a bias instead, as T5 was: you are about to train it.
         **fields: the scheme's fields, with exactly one name. `target`, a length in tokens or a multiple of the length
             that the model reads today (`"4x"`), may stand beside several: it fills the fields that are left open, so
             that the scheme reaches that length on this model. `"auto"` fills those that follow from the model alone.
@@ -71,7 +74,7 @@ def patch(
 
     Raises:
         UnknownScheme, InvalidField, SlotConflict: the scheme is not right.
-        UnsupportedModel: the model has no seam for it.
+        UnsupportedModel: the model has no seam for it, or no rotation that it could scale.
         NothingToPatch: no layer would change.
         AlreadyPatched: the model carries another scheme, and `replace` is false.
 
@@ -94,8 +97,17 @@ def patch(
             return same
         if replace and find_handle(model) is not None:
             with _taken_off(model):
-                return patch(model, scheme, mount=mount, attention=attention)
+                return patch(model, scheme, mount=mount, attention=attention, allow_untrained=allow_untrained)
         scheme, mounted = _planned(model, scheme, mount, Record.find(model))
+        if not allow_untrained and (lost := scaled_in_vain(mounted)):
+            typed = spelled(scheme)
+            raise UnsupportedModel(
+                f"{typed} scales a rotation, and {type(model).__name__} has none: it was trained with {lost}, and "
+                "without "
+                "that its answers are noise until it is trained again. Schemes that keep what it has: 't5' with "
+                "interpolation=4 for T5's buckets, 'logn', 'window'. To train it under this one, write "
+                f"patch(model, {typed!r}, allow_untrained=True)"
+            )
         if warning := scheme_warning(scheme, mounted):
             warn(warning, stacklevel=2)
         return _mount(model, scheme, mounted, mount, attention)
@@ -123,14 +135,14 @@ def _taken_off(model: nn.Module) -> Iterator[None]:
 def mount_scheme(
     model: nn.Module, scheme: Scheme, mount: Mount = "auto", attention: AttentionMode = "auto"
 ) -> PatchHandle:
-    """`patch` without its warning, for a model that was trained under the scheme, is to be, or is measured."""
+    """Patch without a warning, for a model that was or will be trained under the scheme, or is measured."""
     with torch.device("cpu"), own_attention(model):
         planned = _planned(model, scheme, mount, Record.find(model))
         return _mount(model, *planned, mount, asked_attention(attention))
 
 
 def mount_record(model: nn.Module, record: Record) -> PatchHandle:
-    """Patch a model that was saved under a scheme, as it was saved; its config is again as before the patch."""
+    """Patch a model under the scheme that it was saved with; its config becomes the one from before the patch."""
     with torch.device("cpu"), own_attention(model):
         planned = _planned(model, record.scheme, "auto", None)
         return _mount(model, *planned, "auto", asked_attention("auto"), record.per_request)
@@ -148,7 +160,7 @@ def loaded(model: nn.Module | PatchHandle) -> nn.Module:
 
 
 def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
-    """What `patch` was asked for; a dict is read with the config of the model."""
+    """Build the scheme from the arguments of `patch`; a dict is read with the config of the model."""
     stated = [fields.pop(name) for name in ("rope_scaling", "rope_parameters") if isinstance(fields.get(name), dict)]
     listed = [one for each in (*schemes, *stated) for one in (each if isinstance(each, (list, tuple)) else [each])]
     try:
@@ -160,14 +172,14 @@ def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any])
 
 
 def _of_dict(parameters: dict[str, Any], config: Any) -> Scheme:
-    """The scheme that a dict describes: by its `name` here, or as `rope_parameters` of Transformers."""
+    """Build the scheme that a dict describes: by its `name` here, or as `rope_parameters` of Transformers."""
     if isinstance(parameters.get("name"), str) and not parameters.keys() & {"rope_type", "type"}:
         return scheme_from_dict({**parameters, "name": find_name(parameters["name"])})
     return scheme_of_parameters(parameters, config)
 
 
 def _same_patch(model: nn.Module, scheme: Scheme, settings: tuple[str, str]) -> PatchHandle | None:
-    """The handle of a model that carries exactly this scheme, mounted as asked for."""
+    """The handle of a model that carries exactly this scheme, mounted as asked for; else None."""
     handle = find_handle(model)
     if handle is None or handle._settings != settings:
         return None
@@ -177,7 +189,7 @@ def _same_patch(model: nn.Module, scheme: Scheme, settings: tuple[str, str]) -> 
 
 
 def _planned(model: nn.Module, scheme: Scheme, mount: Mount, record: Record | None) -> tuple[Scheme, Mounted]:
-    """The scheme with what a target fills, and where it goes in each part of a model that carries none.
+    """Fill in the target of a scheme, and plan where it goes in each part of a model that carries none.
 
     Args:
         record: in the model's config, which may still hold the values of the patch.
@@ -232,7 +244,7 @@ def _mount(
 ) -> PatchHandle:
     """Install a scheme that was planned; a `handle` that was removed takes it up again."""
     rotary = {module: stack.module for stack, _ in mounted for tables in stack.rotary for module in tables.modules}
-    holders = [*find_enclosing(model), *model.modules()]  # what is around a backbone is saved with a config of its own
+    holders = [*find_enclosing(model), *model.modules()]  # models around a backbone are saved with their own config
     forget_managers(holders)
     changes = Changes()
     if handle is None:
@@ -260,12 +272,13 @@ def _mount(
 
 
 def _shown(own: Callable[[], str], scheme: str) -> str:
-    """What `print(model)` says of a patched module: its `own` words, and the scheme."""
+    """The text that `print(model)` shows for a patched module: its `own` words, and the scheme."""
     return "\n".join(filter(None, (own(), f"(rope_patch): {scheme}")))
 
 
 def current_scheme(model: nn.Module | PatchHandle) -> Scheme | None:
-    """The scheme that a model carries, as `patch` was asked for it, with the fields that a target fills; None without.
+    """The scheme that a model carries, as `patch` was asked for it, with the fields that a target fills; None without a
+    scheme.
 
     Args:
         model: a Transformers model, also inside PEFT or another wrapper, or a handle.
@@ -311,7 +324,7 @@ def _write_record(
     per_request: Mapping[int, Scheme] | None,
     changes: Changes,
 ) -> Notice:
-    """Give these modules configs of their own (other models may share the ones they had) that record the scheme.
+    """Give these modules configs of their own that record the scheme; other models may share the configs that they had.
 
     Where `rope_parameters` can express the scheme, they and `max_position_embeddings` do, so that it survives without
     this library.

@@ -1,4 +1,4 @@
-"""The order of heads for Ms-PoE: how aware of positions each head of a checkpoint is, measured on a text."""
+"""The order of heads for Ms-PoE, by how aware of positions each head of a checkpoint is, measured on a text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def rank_heads(
     min_factor: float = MsPoE.min_factor,
     max_factor: float = MsPoE.max_factor,
 ) -> PerLayer:
-    """Ms-PoE with the heads of each layer in the order of their awareness of positions on a text.
+    """Measure on a text how aware of positions each head is, and return Ms-PoE with the heads of each layer in that
+    order.
 
     The awareness of a head is the share of keys to which the last token gives more than four times the mean weight,
     by queries and keys as they are projected, without a rotation. Source: 2403.04797 and its code, VITA-Group/Ms-PoE
@@ -96,7 +97,7 @@ def _ordered(scheme: MsPoE, aware: torch.Tensor) -> MsPoE:
 
 @contextmanager
 def _recorded(handle: PatchHandle, found: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Measure the awareness of the heads of each layer by its index as it is scored."""
+    """Measure the awareness of each layer's heads while it is scored, by the index of the layer."""
 
     def watch(state: LayerState, _: str, problem: Problem | None) -> None:
         if problem is not None and problem.query is not None and problem.key is not None:

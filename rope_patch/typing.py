@@ -32,7 +32,7 @@ NO_WEIGHTS: Weights = {}
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """The facts about a checkpoint's rotary embedding that a frequency scheme receives.
+    """The facts about a checkpoint's rotary embedding that a frequency scheme needs.
 
     Attributes:
         dim: rotary dimension d; a checkpoint with partial rotary embeddings has d < head_dim.
@@ -50,7 +50,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class Frequencies:
-    """f and the factor on cos and sin.
+    """The frequencies f, and the factor on cos and sin.
 
     Attributes:
         inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` if they depend on the length of each row,

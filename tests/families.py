@@ -9,8 +9,14 @@ import os
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_chunked_causal_mask
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from rope_patch import register_baichuan
 from tests.cases import ALL, REPRESENTATIVE
@@ -197,7 +203,7 @@ def rope_types(parameters: dict[str, Any] | None) -> set[str]:
 
 
 # before, Transformers itself fails on chunks: packed rows mix, and a static cache cannot be filled
-_MASKS_CHUNKS = "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
+_MASKS_CHUNKS = "block_sequence_ids" in inspect.signature(masking_utils.create_chunked_causal_mask).parameters
 
 FAMILIES = {
     family: {"model_type": family, **values}
@@ -237,6 +243,8 @@ NORMED = {"llama4_normed", "nanochat"} & FAMILIES.keys()
 """Families that norm queries and keys after they turned, so that tables cannot scale them."""
 
 _MIXING = {"afmoe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+if not hasattr(masking_utils, "packed_sequence_compatibility_function"):  # by a chunk, too: Transformers 5.20
+    _MIXING |= {family for family, values in FAMILIES.items() if "attention_chunk_size" in values}
 PACKED_ROWS_MIX = _MIXING & FAMILIES.keys()
 """Families that let the documents of a packed row see each other, also unpatched: by a window, or by a state."""
 

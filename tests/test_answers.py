@@ -161,7 +161,7 @@ def test_a_class_is_no_scheme(model):
 def test_fields_beside_an_object(model):
     said = told(InvalidField, patch, model, YaRN(factor=4, beta_fast=16.0), factor=8)
     wanted = "write 'yarn', factor=8, or YaRN(factor=8, beta_fast=16.0)"
-    assert said == f"factor=8 with a scheme that has its fields: {wanted}"
+    assert said == f"factor=8 beside a scheme that has its fields already: {wanted}"
     assert told(InvalidField, patch, model, YaRN(factor=4), target=64).endswith("write 'yarn', target=64")
 
 

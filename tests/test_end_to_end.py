@@ -77,7 +77,7 @@ def test_the_table_of_the_sweep_is_that_of_the_rows():
     assert table[0][:2] == ["scheme", "1024"]
     for name, at_target, minus_cut, minus_plain, at_half, _ in table[2:]:
         row = rows[name, 1024]
-        difference, error = paired_difference(row, rows["attention cut at L", 1024])
+        difference, error = paired_difference(row, rows["sliding window", 1024])
         apart = f"{difference:+.3f} ±{error:.3f}" if difference else "0"
         before = rows[name, 256].nll - rows["plain checkpoint", 256].nll
         shown = f"{row.nll:.3f}", apart, signed(before), f"{rows[name, 512].nll:.3f}"

@@ -65,16 +65,16 @@ def test_the_table_of_the_sweep() -> None:
     rows = Rows(RESULTS / "sweep/sweep.jsonl").rows
     chosen = {(display_name(row.line), row.length): f"{row.loss:.3f}" for row in rows if row.texts == rows[0].texts}
     page = (ROOT / "docs/sweep.md").read_text()
-    section = page[page.index("| scheme | 1024 | minus cut") : page.index("> Nothing beats")]
+    section = page[page.index("| scheme | 1024 | minus reference") : page.index("> Nothing beats")]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "| " in line]
     assert lines[1:]
     for name, at_target, _, _, at_half, _ in lines[1:]:
         assert (at_target, at_half) == (chosen.get((name, 1024)), chosen.get((name, 512))), name
-    best, free = lines[1][0], re.search(r"attention cut at L \(([\d.]+)\)", page)
+    best, free = lines[1][0], re.search(r"the sliding window \(([\d.]+)\)", page)
     confirmed = {display_name(row.line): row.loss for row in rows if row.texts != rows[0].texts and row.length == 1024}
     assert free
-    assert f"{confirmed['attention cut at L']:.3f}" == free[1]
-    assert f"is {confirmed['attention cut at L'] - confirmed[best]:.3f} below it" in page
+    assert f"{confirmed['sliding window']:.3f}" == free[1]
+    assert f"is {confirmed['sliding window'] - confirmed[best]:.3f} below it" in page
 
 
 def test_the_table_of_the_search() -> None:
@@ -179,4 +179,4 @@ def test_the_h100() -> None:
     real = " ".join((ROOT / "docs/real.md").read_text().split())
     before, after = (rerope[when]["repeat"][0] for when in ("before", "after"))
     cut = done["far/plain"]["repeat, cut at L"][0]
-    assert f"from {before:.2f} to {after:.2f} under ReRoPE at 4L, where the cut is at {cut:.2f}" in real
+    assert f"from {before:.2f} to {after:.2f} under ReRoPE at 4L, where truncated text is at {cut:.2f}" in real

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+import warnings
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import rope_patch
 from rope_patch import (
@@ -25,8 +27,9 @@ from rope_patch import (
     repatch,
     unpatch,
 )
-from rope_patch.errors import NoCheckpoint
+from rope_patch.errors import NoCheckpoint, RopePatchWarning
 from rope_patch.saving import loading
+from rope_patch.schemes.reach import spelled
 from tests.families import TRAINING_LENGTH as L
 from tests.families import build
 from tests.runs import logits as run
@@ -247,6 +250,33 @@ def test_a_table_of_positions_names_the_scheme_that_extends_it(make):
         patch(make(), "rerope:window=5")
 
 
+def small_t5():
+    sizes = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 1, "d_ff": 32, "vocab_size": 50}
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+@pytest.mark.parametrize("scheme", ["yarn:factor=4", "pi:factor=2", "dynamic_ntk:factor=2", "yarn:factor=4+logn"])
+def test_a_rotation_is_scaled_where_there_is_none_only_if_you_say_so(scheme):
+    model = small_t5()
+    with pytest.raises(
+        UnsupportedModel, match=f"it was trained with a bias.*{re.escape(scheme)}', allow_untrained=True"
+    ):
+        patch(model, scheme)
+    assert current_scheme(model) is None
+    with pytest.warns(RopePatchWarning, match="needs training under"):
+        patch(model, scheme, allow_untrained=True)
+    with pytest.raises(UnsupportedModel, match="trained with a bias"):
+        patch(model, "ntk:factor=2", replace=True)
+    assert spelled(current_scheme(model)) == scheme
+
+
+@pytest.mark.parametrize("scheme", ["rope", "rerope:window=8", "yarn:factor=2+t5", "alibi", "logn", "nope"])
+def test_what_needs_no_trained_rotation_is_put_into_a_t5(scheme):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RopePatchWarning)
+        assert patch(small_t5(), scheme).scheme is not None
+
+
 # --- the Hub ---
 
 
@@ -254,10 +284,11 @@ def test_a_table_of_positions_names_the_scheme_that_extends_it(make):
     ("kind", "words"),
     [
         ("GatedRepoError", "accept its terms"),
-        ("RepositoryNotFoundError", "none that you may see"),
+        ("RepositoryNotFoundError", "not found on the Hub"),
         ("RevisionNotFoundError", "no such revision"),
         ("OfflineModeIsEnabled", "HF_HUB_OFFLINE"),
         ("LocalEntryNotFoundError", "was not reached"),
+        ("HFValidationError", "typo.*gated.*offline"),
     ],
 )
 def test_the_hub_is_asked_once_and_its_answer_named(kind, words, monkeypatch):

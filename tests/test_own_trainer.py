@@ -349,7 +349,7 @@ def test_adapters_find_the_scheme_with_the_checkpoint_that_they_name(spec, tmp_p
 
 
 @schemes
-def test_adapters_on_a_plain_checkpoint_find_the_scheme_in_their_config_or_one_beside_it(spec, tmp_path):
+def test_adapters_on_a_plain_checkpoint_find_the_scheme_beside_them(spec, tmp_path):
     patched(None).save_pretrained(tmp_path / "plain")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     patch(model, spec)
@@ -358,10 +358,9 @@ def test_adapters_on_a_plain_checkpoint_find_the_scheme_in_their_config_or_one_b
     trainer.save_model(tmp_path / "adapter")
     again = rope_patch.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(again, IDS), logits(trainer.model, IDS))
-    settings = tmp_path / "adapter" / "adapter_config.json"
-    record = json.loads(settings.read_text())
-    assert record.pop("rope_patch")["scheme"] == find_handle(again).scheme.to_dict()
-    settings.write_text(json.dumps(record))  # as older adapters, and those of plain models
+    record = tmp_path / "adapter" / "rope_patch.json"
+    assert json.loads(record.read_text())["rope_patch"]["scheme"] == find_handle(again).scheme.to_dict()
+    record.unlink()  # as adapters of plain models
     assert find_handle(rope_patch.from_pretrained(tmp_path / "adapter")) is None
     trainer.model.config.save_pretrained(tmp_path / "adapter")
     again = rope_patch.from_pretrained(tmp_path / "adapter")
@@ -393,7 +392,7 @@ def test_models_that_share_a_config_of_adapters_record_each_their_own_scheme(tmp
     for _ in range(2):
         for spec, model in zip(specs, models, strict=True):
             model.save_pretrained(tmp_path / "adapter")
-            record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["rope_patch"]
+            record = json.loads((tmp_path / "adapter" / "rope_patch.json").read_text())["rope_patch"]
             assert record["scheme"] == get_scheme(spec).to_dict()
     for model in models:
         rope_patch.unpatch(model)

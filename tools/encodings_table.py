@@ -19,7 +19,7 @@ from rope_patch.errors import EvaluationError, MissingPackage, require
 
 # the slots that order the table and divide the chart; under linear attention one for all
 PANELS = ("frequencies", "bias", "values", "embedding", "linear attention")
-REFERENCES = ("nope", "window")  # without positions, and attention cut at L: in every panel
+REFERENCES = ("nope", "window")  # without positions, and the sliding window: in every panel
 LINES = 7  # in a panel at most
 
 

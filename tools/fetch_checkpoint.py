@@ -20,7 +20,13 @@ from typing import Any, Literal
 
 import yaml
 
-from rope_patch.cli.options import Positional, Text, Word, run, say
+from rope_patch.cli.options import (
+    OptionalFolder,
+    Positional,
+    Word,
+    run,
+    say,
+)
 from rope_patch.errors import EvaluationError, did_you_mean, require
 from rope_patch.json_files import read_settings
 from tools.conversions import CONVERSIONS
@@ -29,8 +35,8 @@ from tools.packages import Package, emptied, fetch
 
 @dataclass(kw_only=True)
 class Options:
-    name: Positional[Word] = None  # name of a checkpoint or text; without it, list them
-    output: Text = None  # folder to write; without it, runs/checkpoints/NAME
+    name: Positional[Word] = None  # name of a checkpoint or text (default: list them)
+    output: OptionalFolder = None  # folder to write (default: runs/checkpoints/NAME)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # dtype of the weights; auto: bfloat16 if quantised
 
 

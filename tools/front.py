@@ -3,8 +3,8 @@
     python -m tools.front
     python -m tools.front --output runs/front
 
-`front` is on the README. Above, a passage that the text repeats more than L later: with the text cut
-to L, under two schemes, and inside L. Below, the next words of a novel, which hardly need what is far. Bars are means
+`front` is on the README. Above, a passage that the text repeats more than L later: with truncated
+text, under two schemes, and inside L. Below, the next words of a novel, which hardly need what is far. Bars are means
 over texts. `retrieval` is the share of a hidden span that the small checkpoint finds at 4L, a mean over depths.
 """
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 ROWS = Path("docs/results/real/tinyllama-1.1b")
 SCHEMES = {"rerope:window=1024+logn": "ReRoPE, log-n", "self_extend:target=auto,window=1024": "Self-Extend"}
-FAR = {"cut": "text cut to L", **SCHEMES, "near": "passage inside L"}  # lines of repeat.jsonl
-NOVEL = {"plain": "text cut to L", **SCHEMES}  # lines of perplexity.jsonl
+FAR = {"cut": "truncated text", **SCHEMES, "near": "passage inside L"}  # lines of repeat.jsonl
+NOVEL = {"plain": "truncated text", **SCHEMES}  # lines of perplexity.jsonl
 SPANS = Path("docs/results/passkey/spans.jsonl")
 FOUND = {  # lines of spans.jsonl
     "plain": "plain checkpoint",
-    "window": "attention cut at L",
+    "window": "sliding window",
     "yarn:target=auto": "YaRN",
     "rerope:window=128+logn": "ReRoPE, log-n",
 }
-REFERENCES = ("text cut to L", "passage inside L", "plain checkpoint", "attention cut at L")  # grey bars
+REFERENCES = ("truncated text", "passage inside L", "plain checkpoint", "sliding window")  # grey bars
 LENGTH = 4096  # tokens, 2L
 SIZE = 13  # points: still read where the picture is 400 pixels wide
 

@@ -28,7 +28,7 @@ from rope_patch.cli.options import Lengths, Measured, Names, Numbers, print_json
 class Options(Measured):
     """What is trained, how long, and where the results go."""
 
-    eval_text: str | None = None  # text to measure on; without it, held-out modules of the standard library
+    eval_text: str | None = None  # text to measure on (default: held-out modules of the standard library)
     scheme: str = "pi:target=auto"  # auto means the length
     length: int = 1024  # tokens of a training row
     lengths: Lengths = (256, 1024)  # that are measured
@@ -186,7 +186,7 @@ def draw(points: list[Any], path: Path) -> None:
     methods = list(dict.fromkeys(method for method, rate in groups if rate))[::-1]
     rates = list(dict.fromkeys(rate for _, rate in groups if rate))
     caption = f"NLL of the held-out tokens from {longest} tokens; a dot for each seed. Not trained: "
-    caption += "attention cut at L (dashed), the scheme (dotted)." + f" Learning rate {rates[0]}." * (len(rates) == 1)
+    caption += "the sliding window (dashed), the scheme (dotted)." + f" Learning rate {rates[0]}." * (len(rates) == 1)
     figure, chart = charts.sheet("What has to be trained for a longer context", caption, 0.9 + 0.36 * len(methods))
     for (method, rate), cells in groups.items():
         nlls = [point.nll for point in cells.get(longest, [])]

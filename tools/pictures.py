@@ -18,7 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.options import Amounts, Count, Numbers, Positional, Specs, Text, print_json, run
+from rope_patch.cli.options import (
+    Amounts,
+    Count,
+    Numbers,
+    OptionalFile,
+    OptionalFolder,
+    Positional,
+    Specs,
+    print_json,
+    run,
+)
 from rope_patch.errors import InvalidField, did_you_mean
 from tools import position_matrices as matrices
 from tools import scores_by_distance as scores
@@ -34,16 +44,17 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(kw_only=True)
 class Options:
     picture: Positional[str]  # name of the picture, such as wavelengths
-    output: Text = None  # PNG to write; without it, NAME.png
+    output: OptionalFile = None  # PNG to write (default: NAME.png)
     schemes: Specs = ()  # scheme to draw
     base: Amounts = ()  # base of the frequencies
     dim: Numbers = ()  # width of a head, even
     length: Count = None  # tokens of the text, or the longest distance
     training_length: Count = None  # training length L in tokens
     heads: Count = None  # number of attention heads
-    model: Text = None  # checkpoint to draw; for scores_by_distance, without it, the small checkpoint of the recipes
+    # checkpoint to draw (default of scores_by_distance: the small checkpoint of the recipes)
+    model: OptionalFolder = None
     layer: Count = None  # layer of the checkpoint, from 0
-    text: Text = None  # text file or folder; without it, Python's own source
+    text: OptionalFile = None  # text file or folder (default: Python's own source)
     documents: Count = None  # number of texts to read at most
     json: bool = False  # print what was drawn as one JSON document
 

@@ -39,14 +39,14 @@ def _cell(row: Row, reference: Row) -> str:
 
 
 def by_text(path: Path) -> str:
-    """NLL on far tokens and its difference from the text cut to L, text by text; over several texts the mean of these,
+    """NLL on far tokens and its difference from truncated text, text by text; over several texts the mean of these,
     with its error over them; and that of the other tokens.
     """
     rows = Rows(path).rows
     cells = {(row.line, row.text): row for row in rows}
     texts, lines = (list(dict.fromkeys(each)) for each in zip(*((row.text, row.line) for row in rows), strict=True))
     head = ["scheme", *(f"{Path(text or '').stem} ({cells['cut', text].windows})" for text in texts)]
-    head += [*["minus the cut"] * (len(texts) > 1), *["the other tokens"] * (rows[0].others_nll is not None)]
+    head += [*["minus truncated text"] * (len(texts) > 1), *["the other tokens"] * (rows[0].others_nll is not None)]
     table = [head, ["---"] * len(head)]
     for line in lines:
         pairs = {text: (cells[line, text], cells["cut", text]) for text in texts if (line, text) in cells}
@@ -61,10 +61,10 @@ def by_text(path: Path) -> str:
 
 
 def finetuned(path: Path) -> str:
-    """NLL on far tokens before and after a training, under each scheme, and its difference from the text cut to L under
+    """NLL on far tokens before and after a training, under each scheme, and its difference from truncated text under
     the same weights.
     """
-    lines = [["weights", "text cut to L", "passage inside L", "under the scheme"], ["---"] * 4]
+    lines = [["weights", "truncated text", "passage inside L", "under the scheme"], ["---"] * 4]
     rows = Rows(path).rows
     for weights in dict.fromkeys(row.weights for row in rows):
         of_weights = {row.line: row for row in rows if row.weights == weights}

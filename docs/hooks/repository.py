@@ -22,6 +22,7 @@ WRITTEN = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "notebooks/README.md": "notebooks/index.md",
 }
 """Markdown outside `docs/`, and the pages they are."""

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rope_patch.evaluation.scheme_specs import CUT, display_name
+from rope_patch.evaluation.scheme_specs import WINDOW, display_name
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MULTIPLES = (1, 2, 4, 8)
@@ -37,14 +37,14 @@ class Cell(NamedTuple):
 
 
 def table(name: str) -> str:
-    """Loss against length wherever the scheme was measured, above attention cut at L on the same text."""
+    """Loss against length wherever the scheme was measured, above the sliding window on the same text."""
     lines = []
     for where, files in PLACES.items():
         found = {line: cells for file in files for line, cells in losses(file).items()}
         if line := best_line(name, found):
             lines.append(_row(where, f"`{line}`", found[line]))
-            if line != CUT and CUT in found:
-                lines.append(_row("", display_name(CUT), found[CUT]))
+            if line != WINDOW and WINDOW in found:
+                lines.append(_row("", display_name(WINDOW), found[WINDOW]))
     if not lines:
         return "Not yet."
     head = ["| where | line | " + " | ".join(f"{k}L" for k in MULTIPLES) + " |", "|---|---|" + "---:|" * len(MULTIPLES)]

@@ -161,4 +161,4 @@ def _measured(axes: Any, name: str) -> str | None:
     axes.set_xticks(multiples, [f"{k}L" for k in multiples])
     axes.set(xlabel="context length", ylabel="NLL, nats per byte")
     axes.legend(frameon=False, loc="upper left")
-    return f"Loss of {name} against length after training from scratch, beside RoPE and attention cut at L"
+    return f"Loss of {name} against length after training from scratch, beside RoPE and the sliding window"

@@ -23,7 +23,7 @@ NEGLIGIBLE = 2.0**-32  # a share of the weights that is far below the rounding o
 
 @dataclass(frozen=True)
 class KeyTerm:
-    """c_m - c_n, reduced to -c_n: c_m is constant in a row.
+    """The bias c_m - c_n of running sums, reduced to -c_n per key: c_m is constant in a row, and softmax cancels it.
 
     c is counted from the middle of a block of rows, so that the terms of near keys stay small and exact. It is the
     `running_bias`, float64, `(batch or 1, heads, keys)`.
@@ -39,26 +39,26 @@ class KeyTerm:
         return self.running_bias
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `running_bias` of `Problem` that are functions of `source`."""
+        """The fields `bias` and `running_bias` of a `Problem`, as functions of `source`, so that gradients reach it."""
         return None, self.running_bias
 
     def within(self, span: Span) -> KeyTerm:
-        """The term of the keys of a span."""
+        """Restrict the term to the rows and keys of a span."""
         return KeyTerm(self.place(span, slice(None), self.running_bias))
 
     def for_heads(self, heads: slice) -> KeyTerm:
-        """The term of some heads."""
+        """Restrict the term to some heads."""
         return KeyTerm(self.running_bias[:, heads])
 
     def place(self, span: Span, heads: slice, source: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor like `source` that belongs to some heads of a span, a view."""
+        """A view of the entries of `source`, or of a tensor of its shape, for some heads and the keys of a span."""
         return source[span.rows if len(source) > 1 else slice(None), heads, span.keys]
 
     def reaches(self, largest: torch.Tensor) -> list[int]:
-        """For each head, the distance from which keys weigh nothing: all of them together less than `NEGLIGIBLE` times
+        """The distance for each head from which keys weigh nothing: all of them together less than `NEGLIGIBLE` times
         the query's own, if no scaled product of a query and a key exceeds `largest` `(heads,)` on either side of zero
-        (as in Adaptive Computation Pruning, Lin et al., 2504.06949, equation 4). The number of keys if it is
-        farther, or if the sums also rise.
+        (as in Adaptive Computation Pruning, Lin et al., 2504.06949, equation 4). It is the number of keys if the sums
+        do not fall so far, or if they also rise.
         """
         sums, slots = self.running_bias.detach(), self.running_bias.shape[-1]
         enough = 2 * largest.double() + math.log(slots / NEGLIGIBLE)
@@ -69,11 +69,11 @@ class KeyTerm:
         return cast(list[int], torch.where(falls & enough.isfinite(), reach, slots).tolist())
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
-        """The tile, split at the borders of blocks of rows."""
+        """Split a tile at the borders of blocks of rows."""
         return in_rows(tile, self.rows)
 
     def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-        """`(batch or 1, heads, 1 or rows, keys)` of this dtype."""
+        """The additive mask of a tile, `(batch or 1, heads, 1 or rows, keys)`, in this dtype."""
         middle = tile.q0 // self.rows * self.rows + self.rows // 2
         slot = tile.k0 + tile.distance + middle - tile.q0
         at_middle = self.running_bias[..., min(max(slot, 0), self.running_bias.shape[-1] - 1), None]
@@ -96,7 +96,7 @@ class KeyTerm:
 
 @dataclass(frozen=True)
 class DiagonalTerm:
-    """Any b(m - n).
+    """A bias b(m - n) of any form, which is constant along every diagonal of a tile.
 
     Attributes:
         values: b(first), b(first + 1), ... `(heads, distances)`, float32.
@@ -114,28 +114,30 @@ class DiagonalTerm:
         return self.values
 
     def as_inputs(self) -> tuple[DistanceBias | None, torch.Tensor | None]:
-        """`bias` and `running_bias` of `Problem` that are functions of `source`."""
+        """The fields `bias` and `running_bias` of a `Problem`, as functions of `source`, so that gradients reach it."""
         last = self.values.shape[-1] - 1
         return DistanceBias(lambda distance: self.values[:, (distance - self.first).clamp(0, last)]), None
 
     def within(self, span: Span) -> DiagonalTerm:
-        """The term, which is the same for every span."""
+        """Return the term itself, because it is the same for every span."""
         return self
 
     def for_heads(self, heads: slice) -> DiagonalTerm:
-        """The biases of some heads."""
+        """Restrict the biases to some heads."""
         return DiagonalTerm(self.values[heads], self.first)
 
     def place(self, span: Span, heads: slice, source: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor like `source` that belongs to some heads, a view."""
+        """A view of the entries of `source`, or of a tensor of its shape, for some heads; every span has the same."""
         return source[heads]
 
     def pieces(self, tile: Tile) -> Iterator[Tile]:
-        """The tile in bands of rows; each has few hidden pairs, which its mask hides."""
+        """Split a tile into bands of rows: each band has few hidden pairs, and its mask hides them."""
         return iter((tile,)) if tile.kind == "full" else in_rows(tile, self.rows, as_bands=True)
 
     def mask(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-        """`(1, heads, rows, keys)` of this dtype, a view; its row r belongs to the query `q1 - 1 - r`."""
+        """The additive mask of a tile, `(1, heads, rows, keys)`, in this dtype: a strided view whose row r belongs to
+        the query `q1 - 1 - r`.
+        """
         rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
         nearest, farthest = tile.distance - keys + 1, tile.distance + rows - 1
         distances = torch.arange(farthest, nearest - 1, -1, device=self.values.device)
@@ -164,12 +166,12 @@ TileBias = KeyTerm | DiagonalTerm
 
 
 def has_terms(problem: Problem) -> bool:
-    """Whether the biases of a call have one of the two forms."""
+    """Whether a `KeyTerm` or a `DiagonalTerm` can express the biases of a call."""
     return problem.running_bias is None or (problem.causal and (problem.bias is None or problem.bias.linear))
 
 
 def tile_bias(problem: Problem) -> TileBias | None:
-    """The bias of a call that `has_terms`, in the form that tiles need; None without a bias."""
+    """The bias of a call as a `KeyTerm` or a `DiagonalTerm`; None without a bias. The call must satisfy `has_terms`."""
     bias, running = problem.bias, problem.running_bias
     if bias is None:
         return None if running is None else KeyTerm(running)

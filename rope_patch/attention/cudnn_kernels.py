@@ -1,5 +1,5 @@
-"""Tiles by the kernels of cuDNN, nearly twice as fast as FlashAttention-2 on Hopper: those that torch brings, and those
-of `nvidia-cudnn-frontend` (extra `gpu`), which also have windows. Kernels without windows score bands in squares.
+"""Tiles by the kernels of cuDNN, nearly twice as fast as FlashAttention-2 on Hopper: the ones inside torch, and the
+ones of `nvidia-cudnn-frontend` (extra `gpu`), which also have windows. Kernels without windows score bands in squares.
 
 Neither changes a setting of torch. `torch.backends.cuda.enable_cudnn_sdp(False)` switches both off.
 """
@@ -66,7 +66,7 @@ class CuDNN(FlashCUDA):
         return operations >= self.least and dim <= 128 and _ends_with_query(tile) and self._scores(work)
 
     def _scores(self, work: Work) -> bool:
-        """Whether it scores a tile of this shape."""
+        """Whether PyTorch would choose cuDNN for this tile, or for the squares of this band."""
         tile, states = work.tile, (work.q, work.k, work.v)
         if tile.kind == "band":
             if tile.high - tile.low < self.narrowest:
@@ -133,13 +133,15 @@ class FlashWithoutWindows(FlashCUDA):
 
 
 def _frontend() -> Any:
-    """The operators of `nvidia-cudnn-frontend`, which its module registers."""
+    """Import the operators of `nvidia-cudnn-frontend`, which its module registers in `torch.ops`."""
     importlib.import_module("cudnn.sdpa.fwd.torch_op")
     return torch.ops.cudnn
 
 
 def _bounds(tile: Tile) -> dict[str, Any]:
-    """The pairs of a tile, by the diagonal that ends at the last query and the last key."""
+    """Keyword arguments of cuDNN that hide the pairs outside a tile; its diagonal ends at the last query and the last
+    key.
+    """
     if tile.kind == "full":
         return {}
     rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
@@ -155,7 +157,7 @@ def _has_window(tile: Tile) -> bool:
 
 
 def _ends_with_query(tile: Tile) -> bool:
-    """Whether the last key of a tile is the newest that its last query sees, or all see all."""
+    """Whether the last key of a tile is the newest one that its last query sees; true for tiles that are no band."""
     return tile.kind != "band" or tile.distance - tile.low == (tile.k1 - tile.k0) - (tile.q1 - tile.q0)
 
 
@@ -163,13 +165,15 @@ def _ends_with_query(tile: Tile) -> bool:
 
 
 def _rounded(length: int) -> int:
-    """The next of sixteen lengths in every octave, all of them multiples of 64."""
+    """Round a length up to a multiple of 64, with at most sixteen lengths in every octave, so that few plans are
+    built.
+    """
     step = max(64, 2 ** max(0, length.bit_length() - 5))
     return -(-length // step) * step
 
 
 def _padded(work: Work, more: int) -> Work:
-    """The work with so many queries more, and as many keys where no other query sees them."""
+    """Pad the work by `more` queries, and by as many keys, which no other query sees."""
     if not more:
         return work
     tile = dataclasses.replace(work.tile, q1=work.tile.q1 + more)
@@ -182,8 +186,8 @@ def _padded(work: Work, more: int) -> Work:
 
 
 def _longer(x: torch.Tensor, more: int) -> torch.Tensor:
-    """States `(batch, heads, length, dim)` with zeros behind them, in the layout that models project to, in which the
-    strides of heads and tokens do not depend on the length.
+    """Pad states `(batch, heads, length, dim)` with zeros at the end, in the layout that models project to, in which
+    the strides of heads and tokens do not depend on the length.
     """
     return functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) if more else x
 
@@ -211,7 +215,7 @@ def _gradients(work: Work, merged: Merged) -> Tensors:
 
 
 def _by_squares(gradients: Callable[[Work, Merged], Tensors], work: Work, merged: Merged) -> Tensors:
-    """Gradients of queries, keys and values of a band, by a function that has those of tiles that are none."""
+    """Gradients of queries, keys and values of a band, cut into squares for a kernel that has no gradients of bands."""
     of_q, of_k, of_v = (torch.zeros_like(upcast(x)) for x in (work.q, work.k, work.v))
     for row, square in itertools.product(range(len(of_q)), squares_of(work.tile)):
         known = (_turned(square, _queries(square, x[row])) for x in (merged.out, merged.lse, merged.grad))
@@ -224,7 +228,7 @@ def _by_squares(gradients: Callable[[Work, Merged], Tensors], work: Work, merged
 
 
 def _in_square(square: Square, work: Work, row: int) -> Work:
-    """The work of a run of squares in a row of the batch, as a batch of its own."""
+    """The work of a run of squares in one row of the batch; the squares become the batch."""
     q = _turned(square, _queries(square, work.q[row]))
     k, v = (_turned(square, _keys(square, x[row])) for x in (work.k, work.v))
     kind: Literal["full", "causal"] = "full" if square.kind == "full" else "causal"
@@ -232,7 +236,7 @@ def _in_square(square: Square, work: Work, row: int) -> Work:
 
 
 def _turned(square: Square, x: torch.Tensor) -> torch.Tensor:
-    """Queries or keys from the last to the first, among which an upper triangle is a causal one; or back again."""
+    """Reverse queries or keys of an upper triangle, which makes it a causal one; a second call undoes it."""
     return x.flip(2) if square.kind == "upper" else x
 
 

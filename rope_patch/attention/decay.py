@@ -27,7 +27,7 @@ class Decay:
     rate: torch.Tensor
 
     def factor(self, exponent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """exp(rate * exponent) for each dimension of states `like` `(batch, heads, length, head_dim)`.
+        """The decay factor exp(rate * exponent) for each dimension of states `like` `(batch, heads, length, head_dim)`.
 
         Shape:
             exponent `(batch or 1, length)`, or with d/2 as an additional last axis if pairs differ; returns `(batch or

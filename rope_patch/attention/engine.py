@@ -17,7 +17,7 @@ from rope_patch.attention.turner import Turner
 
 
 def score(problem: Problem) -> Output:
-    """Attention of a whole call, decoding steps included. The problem keeps the name of the executor that was taken.
+    """Compute the attention of a whole call, decoding steps included, and note the executor in `problem.taken`.
 
     Returns:
         output `(batch, heads, q_len, value_dim)`, and under the modes `oracle` and `reference` the weights
@@ -37,8 +37,8 @@ def rows_for(problem: Problem) -> tuple[Row, ...]:
 
 
 def _with_flash(problem: Problem) -> str:
-    """Why one kernel for all regions is not the fastest on a GPU: flash per region is, but for regions of many chunks
-    without gradients, and for one token without a plan (docs/benchmarks.md, on an H100).
+    """The reason why the fused kernel is not preferred on a GPU, or an empty string. Flash per region is faster, except
+    for regions of many chunks without gradients, and for one token without a plan (docs/benchmarks.md, on an H100).
     """
     in_chunks = any(region.chunk > 1 for region in cast(Turner, problem.turner).regions)
     without_gradients = in_chunks and not torch.is_grad_enabled()
@@ -48,17 +48,20 @@ def _with_flash(problem: Problem) -> str:
 
 
 def _without_flash(problem: Problem) -> str:
-    """Why a plan of slots is not the fastest for a few tokens on a GPU: without flash, products hold all of their
-    scores. Those of one token are few, and the kernel would compile anew where slots are a multiple of 16.
+    """The reason why a plan of slots is not preferred for a few tokens on a GPU, or an empty string. Without flash,
+    products hold all scores in memory. One token has few, and the fused kernel would compile anew whenever the number
+    of slots is a multiple of 16.
     """
     suits = problem.q_length == 1 or problem.compiling or _is_flash(problem)
     return "" if suits else "flash does not compute these states, and products of several tokens hold all scores"
 
 
 def _without_terms(problem: Problem) -> str:
-    """Why FlexAttention is not the fastest on a GPU: it is for many queries whose scores are more than products."""
+    """The reason why FlexAttention is not preferred on a GPU, or an empty string: it pays for many queries whose scores
+    have a bias, a softcap or sinks.
+    """
     if not problem.biased and problem.softcap is None and problem.sinks is None:
-        return "scores are products alone, which others compute without a term"
+        return "scores have no bias, softcap or sinks, so others compute them"
     return "" if problem.q_length > 1 else "there is one query, for which others start faster"
 
 
@@ -68,7 +71,7 @@ def _is_flash(problem: Problem) -> bool:
 
 
 _WITHIN = ("chunked", "segmented", "fused", "intervals", "merged", "products", "block")
-"""Words that choose inside of an executor, too."""
+"""Words for `attention` that also choose inside an executor."""
 
 _AROUND = (
     Row(graph.EXECUTOR, modes=_WITHIN),
@@ -82,13 +85,13 @@ ROWS = (
     Row(intervals.EXECUTOR, by_name=True),
     *paths.ROWS,
 )
-"""The order where nothing else is said."""
+"""The default order of executors."""
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "cuda": (
         Row(joined.EXECUTOR, _without_flash),
         Row(fused.EXECUTOR, _with_flash),
-        # it serves what the kernel above refuses, until a GPU has said which of the two is faster under a term
+        # takes what the fused kernel refuses, until a GPU measurement says which of the two is faster under a term
         Row(flex.EXECUTOR, _without_terms),
         Row(joined.EXECUTOR, modes=("segmented",)),
         *_AROUND,
@@ -96,4 +99,4 @@ TABLE: dict[str, tuple[Row, ...]] = {
         *paths.ROWS,
     ),
 }
-"""The order on a type of device."""
+"""The order of executors for each type of device."""

@@ -1,4 +1,4 @@
-"""One forward of a stack: what its layers share, each value computed once."""
+"""One forward of a stack: values that its layers share, each computed once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class BiasTables:
     """
 
     least = 64
-    """Distances of the shortest table."""
+    """The number of distances in the shortest table."""
 
     def __init__(self) -> None:
         self._tables: dict[Any, torch.Tensor] = {}
 
     def values(self, key: Any, compute: Callable[[int, int], torch.Tensor], high: int) -> torch.Tensor:
-        """b(0) to b(high - 1), `(heads, high)`; `compute` has the values from one distance to below another, the same
-        at any time for the same `key`.
+        """The biases b(0) to b(high - 1), `(heads, high)`. `compute` gives the values from one distance to below
+        another, always the same for the same `key`.
         """
         table = self._tables.get(key)
         if table is None or table.shape[-1] < high:
@@ -64,11 +64,11 @@ class Forward:
 
     @property
     def traced(self) -> bool:
-        """Whether a compiler traces it, so that no value is known and nothing may be remembered."""
+        """Whether a compiler traces this forward, so that no value is known and nothing may be remembered."""
         return traced()
 
     def shared(self, compute: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
-        """A function that computes once in this forward for the same arguments.
+        """Wrap a function so that it computes once in this forward for the same arguments.
 
         Tensors are the same if they are one object, which the forward keeps alive; numbers, data classes and tuples if
         they are equal. While compiling nothing is remembered: the compiler itself shares equal expressions, and a graph
@@ -84,8 +84,9 @@ class Forward:
         return cast("Callable[Arguments, Value]", self._functions[compute])
 
     def earlier(self, past: torch.Tensor) -> torch.Tensor:
-        """The positions of the first layer's cached keys in the shape of this layer's `past`, if they are equal: layers
-        then also share what is computed from them.
+        """The first layer's `past`, the positions of its cached keys, `(batch or 1, slots)` or `(batch, kv_heads,
+        slots)`, if it equals this layer's; else this layer's. Layers with the same tensor also share what is computed
+        from it.
         """
         first = self._pasts.setdefault(past.shape, past)
         return first if first is past or torch.equal(first, past) else past
@@ -98,8 +99,8 @@ class Forward:
         num_heads: int | None = None,
         some: slice | None = None,
     ) -> DistanceBias:
-        """The bias of a scheme for queries `like` `(batch, heads, q_len, head_dim)`: one object for all layers with
-        the same `weights`, which computes its values once. If `like` has only `some` heads, `num_heads` counts all.
+        """The bias of a scheme for queries `like` `(batch, heads, q_len, head_dim)`. All layers with the same `weights`
+        get one object, which computes its values once. If `like` has only `some` heads, `num_heads` counts all.
         """
         bounds = None if some is None else (some.start, some.stop)
         heads, named = num_heads or like.shape[1], tuple(weights.items())
@@ -134,7 +135,7 @@ def _distance_bias(
 
 
 class StackForwards(threading.local):
-    """The `Forward` in which a stack is now. Each thread has its own, so that several threads can run one model."""
+    """The current `Forward` of a stack. Each thread has its own, so that several threads can run one model."""
 
     def __init__(self) -> None:
         self._position_ids: torch.Tensor | None = None
@@ -143,18 +144,18 @@ class StackForwards(threading.local):
         self._counted = False
 
     def forget(self, counted: bool) -> None:
-        """Start a forward, whose positions the stack has `counted` itself."""
+        """Begin a new forward; `counted` says whether the stack counted the positions itself."""
         if traced():
             return
         self._position_ids, self._forward, self._counted = None, Forward(tables=self._tables), counted
 
     @property
     def traced(self) -> bool:
-        """Whether a compiler traces this forward."""
+        """Whether a compiler traces the current forward."""
         return traced()
 
     def for_positions(self, position_ids: torch.Tensor) -> Forward:
-        """The forward with this positions tensor (by identity), `(batch or 1, length)`."""
+        """The forward that has this very positions tensor, `(batch or 1, length)`; a new one for another tensor."""
         if traced():
             return Forward()
         if self._position_ids is not position_ids:
@@ -163,7 +164,7 @@ class StackForwards(threading.local):
         return self._forward
 
     def current(self, position_ids: Any) -> Forward | None:
-        """The forward with this positions tensor, if a layer has begun it."""
+        """The forward with this positions tensor if a layer has begun it, else None."""
         if position_ids is None or traced():
             return None
         return self._forward if self._position_ids is position_ids else None

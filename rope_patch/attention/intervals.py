@@ -1,4 +1,4 @@
-"""The keys that every query sees in a region, as intervals of slots: what kernels of interval masks take.
+"""Intervals of slots: the keys that every query sees in a region, as kernels of interval masks take them.
 
 Within a run of slots of one group, at increasing positions, the keys of a query in a region are an interval. Positions
 may skip, and chunks may begin anywhere.
@@ -16,12 +16,12 @@ from rope_patch.attention.spans import MOST_SPANS_PER_ROW, first_keys
 from rope_patch.schemes.slots import Region
 
 MOST = 8
-"""Runs of which a query may see keys. A query of a packed row sees one; a pad behind several documents sees all."""
+"""The most runs in which a query may see keys: one in a packed row, but all for a pad behind several documents."""
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Runs of slots, and those that each query sees, whatever the region. All tensors are int64.
+    """Runs of slots, and the runs that each query sees, whatever the region. All tensors are int64.
 
     Attributes:
         places: `(rows, kv_len)`, goes up along the slots: the number of the run times `span`, plus the token's position
@@ -74,13 +74,13 @@ def runs_of(
     last, lowest, stop = torch.stack(limits).tolist()
     if not 0 <= last < MOST_SPANS_PER_ROW:
         return None
-    # of all runs of a row, `(rows, runs)`: the first slot, the one behind the last, and the group; pads enter none
+    # for all runs of a row, `(rows, runs)`: the first slot, the slot behind the last, and the group; pads are in no run
     rows, run = len(positions), number.masked_fill(~tokens, last + 1)
     starts = slots.new_full((rows, last + 2), length).scatter_reduce(1, run, slots.expand(rows, -1), "amin")
     stops = slots.new_zeros(rows, last + 2).scatter_reduce(1, run, slots.expand(rows, -1) + 1, "amax")
     of_runs = slots.new_full((rows, last + 2), -1).scatter(1, run, groups)
     places = (number * (stop - lowest + 1) + positions - lowest).masked_fill(~tokens, -1).cummax(dim=-1).values
-    # which of them each query sees, `(rows, q_len, runs)`
+    # the runs that each query sees, `(rows, q_len, runs)`
     of_queries = groups[:, query_start : query_start + q_length, None]
     sees = ((of_runs[:, None] == of_queries) | (of_queries < 0)) & (of_runs[:, None] >= 0)
     sees = sees & (starts[:, None] < newest[..., None]) & (stops[:, None] > oldest[..., None])
@@ -99,7 +99,7 @@ def runs_of(
 
 
 def _is_shared(mask: torch.Tensor) -> bool:
-    """Whether a mask is boolean, and the same for all heads."""
+    """Whether a mask is boolean and the same for all heads."""
     return mask.dtype == torch.bool and mask.shape[1] == 1
 
 

@@ -1,4 +1,4 @@
-"""Which kernel scores tiles: the fastest that equals the definition on this device."""
+"""The choice of the kernel that scores tiles: the fastest one that equals the definition on this device."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
 
 @functools.cache
 def _of_cudnn() -> tuple[type[CuDNN], ...]:
-    """The kernels of cuDNN that may be tried, the fastest first; without the extra `gpu`, those that torch brings."""
+    """The cuDNN kernels that may be tried, the fastest first; without the extra `gpu`, only the one inside torch."""
     return (CuDNNWindows, CuDNN) if importlib.util.find_spec("cudnn") else (CuDNN,)
 
 
 def _compared(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> Comparisons:
-    """A kernel and `Dense` on small tiles of every kind, forward and backward."""
+    """Compare a kernel with `Dense` on small tiles of every kind, forward and backward."""
     random = torch.Generator().manual_seed(0)
     q, grad = torch.randn(2, 1, 4, 24, head_dim, generator=random).to(device, dtype)
     k, v = torch.randn(2, 1, 2, 24, head_dim, generator=random).to(device, dtype)
@@ -66,4 +66,4 @@ def _compared(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim
 
 
 objection = Trial("A kernel of tiles", _compared, tolerance=0.03)
-"""Why a kernel is not used for states on a device, of a dtype and a width; empty if it equals `Dense`."""
+"""The reason why a kernel is not used on a device for a dtype and a width, or an empty string."""

@@ -1,4 +1,4 @@
-"""Masks of Transformers in one of two forms: a number per pair of tokens, or a number per key, its *group*."""
+"""Masks of Transformers in one of two forms: a number per pair of tokens, or a segment id per key, its *group*."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ NO_WEIGHT = -1000
 
 
 def groups_of_pads(mask: torch.Tensor) -> torch.Tensor:
-    """Groups of a mask `(batch, length)` that is true on tokens: one group per row."""
+    """Segment ids for a mask `(batch, length)` that is true on tokens: one group per row."""
     return torch.where(mask.bool(), 0, PAD).int()
 
 
 def groups_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """Groups of packed rows, `(batch, length)`: a document starts where positions do not go up by one."""
+    """Segment ids of packed rows, `(batch, length)`: a document starts where positions do not go up by one."""
     jumps = position_ids.diff(dim=-1) != 1
     return torch.nn.functional.pad(jumps.cumsum(dim=-1), (1, 0)).int()
 
 
 def groups_as_mask(groups: torch.Tensor) -> torch.Tensor:
-    """Groups `(batch, length)` as an `attention_mask`, `(batch, length, 1, 1)`: Transformers passes four axes through
-    unchanged, and no mask has integers for one query and one key in as many heads.
+    """Segment ids `(batch, length)` as an `attention_mask`, `(batch, length, 1, 1)`: Transformers passes four axes
+    through unchanged, and no mask has integers for one query and one key in as many heads.
     """
     return groups.int()[..., None, None]
 
 
 def holds_groups(mask: Any) -> bool:
-    """Whether an `attention_mask` is one of `groups_as_mask`."""
+    """Whether an `attention_mask` was made by `groups_as_mask`."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.dtype != torch.int32:
         return False
     return mask.shape[1] > 1 and mask.shape[2] == mask.shape[3] == 1
 
 
 def attended(mask: torch.Tensor) -> torch.Tensor:
-    """A boolean or additive mask of any shape as a boolean one, true where a key is attended."""
+    """Convert a boolean or additive mask of any shape to a boolean one, true where a key is attended."""
     return mask if mask.dtype == torch.bool else mask > NO_WEIGHT
 
 
 def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.Tensor | None:
-    """Which keys are not pads, `(batch or 1, kv_len)`: those that some query of the row can see, from the two results
-    of `read_mask`. None if there are no pads.
+    """A boolean `(batch or 1, kv_len)`, true for keys that some query of the row can see, so false for pads. It follows
+    from the two results of `read_mask`, and is None if there are no pads.
     """
     if groups is not None:
         return groups != PAD
@@ -58,8 +58,8 @@ def keys_seen(mask: torch.Tensor | None, groups: torch.Tensor | None) -> torch.T
 
 
 def documents_of(mask: torch.Tensor | None, groups: torch.Tensor | None, position_ids: torch.Tensor) -> torch.Tensor:
-    """Numbers of the documents of a forward without earlier keys, `(batch or 1, length)`, from the two results of
-    `read_mask`: one begins where a token does not see the one before it.
+    """The document number of each token of a forward without earlier keys, `(batch or 1, length)`, from the two results
+    of `read_mask`. A document begins where a token does not see the one before it.
     """
     if groups is not None:
         begins = groups.diff(dim=-1) != 0
@@ -85,8 +85,8 @@ def read_mask(
     query_start: int | torch.Tensor,
     implementation: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A materialised mask `(batch or 1, heads or 1, q_len, kv_len)`, boolean or additive, and groups
-    `(batch or 1, kv_len)`; one of them, or both, is None.
+    """Read a mask of Transformers: return a materialised mask `(batch or 1, heads or 1, q_len, kv_len)`, boolean or
+    additive, and segment ids `(batch or 1, kv_len)`; one of the two, or both, is None.
 
     `sdpa` and `eager` masks are materialised. A flash mask is `(batch, kv_len)`, true on tokens, or None for packed
     documents whose positions restart; causality is implied in both. The attention `implementation` says which it is.

@@ -1,5 +1,5 @@
-"""Merge the attention of two parts of the keys by their log-sum-exp; what is large on a GPU in one kernel, which reads
-and writes each once.
+"""Merge the attention of two parts of the keys by their log-sum-exp. On a GPU, one kernel merges large outputs and
+reads and writes each once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from rope_patch.attention.terms import upcast
 from rope_patch.attention.trials import Comparisons, Trial
 
 LARGE = 2**20
-"""Numbers of an output from which on the kernel takes less time than starting the operators that it replaces."""
+"""The size of an output from which on the kernel takes less time than starting the operators that it replaces."""
 
 
 def summed(out: torch.Tensor) -> torch.Tensor:
-    """The output of the first part of the keys, `(batch, heads, q_len, value_dim)`, as `merge` takes it: in float32 or
-    wider, or in half precision if it is large and on a GPU, where the kernel rounds once for each part.
+    """The accumulator for `merge`, from the output of the first part of the keys, `(batch, heads, q_len, value_dim)`:
+    in float32 or wider, or in half precision if it is large and on a GPU, where the kernel rounds once per part.
     """
     narrow = out.is_cuda and out.dtype in (torch.bfloat16, torch.float16) and out.numel() >= LARGE
     folds = narrow and compiles(out.device) and not objection(out.device, out.dtype, out.shape[-1])
@@ -43,7 +43,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def _compared(device: torch.device, dtype: torch.dtype, value_dim: int) -> Comparisons:
-    """The kernel and the operators that it replaces, on outputs of this dtype and width."""
+    """Compare the kernel with the operators that it replaces, on outputs of this dtype and width."""
     random = torch.Generator().manual_seed(0)
     out, part = (torch.randn(1, 2, 40, value_dim, generator=random).to(device, dtype) for _ in range(2))
     lse, part_lse = (torch.randn(1, 2, 40, generator=random).to(device) for _ in range(2))
@@ -55,10 +55,10 @@ def _compared(device: torch.device, dtype: torch.dtype, value_dim: int) -> Compa
 
 
 objection = Trial("The Triton kernel that merges parts", _compared, tolerance=0.01)
-"""Why the kernel is not used for outputs on a device, of a dtype and a width; empty if it was right."""
+"""The reason why the kernel is not used on a device for a dtype and a width, or an empty string."""
 
 TOKENS = 32
-"""In a block of the kernel."""
+"""Tokens in a block of the kernel."""
 
 
 def _fold(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

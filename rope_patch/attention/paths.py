@@ -9,7 +9,7 @@ from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Row, choose
 
 FEW = joined.SMALL // 16 + 1
-"""From so many pairs on tiles are faster than one dense block."""
+"""The number of pairs from which on tiles are faster than one dense block."""
 
 MERGED = Row(merged.EXECUTOR, modes=("segmented",), pairs=(FEW, math.inf))
 

@@ -1,4 +1,4 @@
-"""The one geometry: which queries of which rows meet which keys in a region, in what shape.
+"""The one geometry: the queries and keys that meet in a region, row by row, and the shape of each piece.
 
 In every scheme the keys of a query in a region are an interval of slots. A `Tile` is a rectangle of pairs in which
 these intervals have a shape; a `Piece` is a tile at its place in a call. Executors other than the definition read them.
@@ -38,7 +38,7 @@ class Tile:
     distance: int = 0
 
     def mask(self, device: torch.device) -> torch.Tensor:
-        """Boolean `(q1 - q0, k1 - k0)` of a band."""
+        """A boolean mask `(q1 - q0, k1 - k0)`, true for the pairs of a band."""
         rows = torch.arange(self.q1 - self.q0, device=device)[:, None]
         distance = self.distance + rows - torch.arange(self.k1 - self.k0, device=device)
         return (distance >= self.low) & (distance < self.high)
@@ -46,7 +46,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries against keys in one region.
+    """Some queries of some rows against a run of keys in one region.
 
     Attributes:
         rows: of the batch.
@@ -72,7 +72,7 @@ def few_queries(
     regions: Sequence[Region], rows: slice, queries: int, slot: int, position: int, most: Callable[[int], float]
 ) -> Iterator[Piece]:
     """One piece for each region, oldest slots first: all of a few consecutive `queries` against every key that one of
-    them sees there. A piece has at most so many keys as `most` says for the number of its region.
+    them sees there. `most` gives the largest number of keys in a piece, by the index of its region.
 
     Args:
         regions: of the call.
@@ -91,7 +91,7 @@ def few_queries(
 
 
 def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
-    """A tile split at multiples of `rows` of the span's queries. With `as_bands` each part of a causal tile is one band
+    """Split a tile at multiples of `rows` of the span's queries. With `as_bands` each part of a causal tile is one band
     instead of a full and a causal tile.
     """
     for start in range(tile.q0 // rows * rows, tile.q1, rows):
@@ -111,7 +111,7 @@ def in_rows(tile: Tile, rows: int, as_bands: bool = False) -> Iterator[Tile]:
 
 
 def clipped(tile: Tile, start: int, stop: int) -> Iterator[Tile]:
-    """The part of a tile on the visible keys `start` to `stop`, counted from the first of them; the other keys are
+    """Clip a tile to the visible keys `start` to `stop`, and count keys from the first of them; the other keys are
     pads. A causal tile must begin at or after `start`.
     """
     k0, k1 = max(tile.k0, start), min(tile.k1, stop)
@@ -142,7 +142,7 @@ def tiles_of(
     causal: bool = True,
     whole: bool = False,
 ) -> Iterator[Tile]:
-    """Disjoint tiles that cover the pairs of a region, with keys only up to the query if `causal`.
+    """Cover the pairs of a region with disjoint tiles; with keys only up to the query if `causal`.
 
     Args:
         q_length: number of queries of the span; query i is `offset + i` tokens after the first key.
@@ -177,7 +177,7 @@ def _tiles_of(
     open_until = q_length if region.stop == math.inf else min(max(int(region.stop) - offset, first), q_length)
     square = open_until == q_length and offset + first == low
     if whole and not square and first + 1 < q_length:
-        # of an open region one more than any distance, by which flash sees that its window hides nothing
+        # an open region gets one more than any distance, so that flash sees that its window hides nothing
         high = int(min(region.stop, offset + q_length + 1))
         yield Tile(first, q_length, max(0, offset + first - high + 1), offset + q_length - low, "band", low, high)
         return
@@ -191,7 +191,7 @@ def _tiles_of(
 
 
 def _tiles_both_ways(region: Region, length: int, rows: int) -> Iterator[Tile]:
-    """For each block of queries, a tile of keys that all of them see, and a band on either side that some see."""
+    """Cover each block of queries with a tile of keys that all of them see, and a band on either side that some see."""
     if region.start == -math.inf and region.stop == math.inf:
         yield Tile(0, length, 0, length)
         return
@@ -202,7 +202,7 @@ def _tiles_both_ways(region: Region, length: int, rows: int) -> Iterator[Tile]:
     for q0 in range(first, last, rows):
         q1 = min(q0 + rows, last)
         oldest, newest = max(0, q0 - high + 1), min(length, q1 - low)
-        k0, k1 = max(0, q1 - high), min(length, q0 - low + 1)  # all of them see these
+        k0, k1 = max(0, q1 - high), min(length, q0 - low + 1)  # the keys that all of these queries see
         if k1 <= k0:
             yield Tile(q0, q1, oldest, newest, "band", low, high)
             continue
@@ -214,7 +214,7 @@ def _tiles_both_ways(region: Region, length: int, rows: int) -> Iterator[Tile]:
 
 
 def _wedge(q0: int, q1: int, k0: int, seen_by_first: int) -> Iterator[Tile]:
-    """The first query sees `seen_by_first` + 1 keys from `k0`, and each further query one more."""
+    """Cover a wedge: the first query sees `seen_by_first` + 1 keys from `k0`, and each further query one more."""
     edge = k0 + seen_by_first
     if q1 - q0 == 1:
         yield Tile(q0, q1, k0, edge + 1)
@@ -225,7 +225,7 @@ def _wedge(q0: int, q1: int, k0: int, seen_by_first: int) -> Iterator[Tile]:
 
 
 def _limited_tiles(q0: int, q1: int, seen_by_first: int, keys: int) -> Iterator[Tile]:
-    """A wedge cut off after the first `keys` keys."""
+    """Cover a wedge that is cut off after the first `keys` keys."""
     if keys <= 0:
         return
     full_from = min(max(q0 + keys - seen_by_first - 1, q0), q1)
@@ -236,7 +236,7 @@ def _limited_tiles(q0: int, q1: int, seen_by_first: int, keys: int) -> Iterator[
 
 
 def _chunk_tiles(region: Region, q_length: int, offset: int, first_position: int) -> Iterator[Tile]:
-    """One row of tiles for each chunk of queries."""
+    """Yield the tiles of a region whose distance counts chunks, one row of tiles for each chunk of queries."""
     size = region.chunk
     start = first_position + offset  # position of the first query
     for chunk in range(start // size, (start + q_length - 1) // size + 1):

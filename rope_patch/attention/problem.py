@@ -1,4 +1,4 @@
-"""One call of attention: what every executor is asked about, and what it computes."""
+"""One call of attention: the facts that every executor reads to decide whether it can compute it, and to compute it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ AttentionMode = Literal[
     "flex", "reference", "joined", "merged", "products", "block", "graph", "intervals"
 ]
 # fmt: on
-"""How to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one and
-take another where it does not apply; the names of executors force one."""
+"""The way to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one
+and take another if it does not apply; the names of executors force one."""
 
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where they were kept."""
 
 NOT_PRODUCTS = "scores are more than products and a bias by distance: a softcap, sinks, dropout, or a term by content"
-"""The reason of every executor that computes products and biases alone."""
+"""The reason that executors give which compute only products and biases."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Queries and keys rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; if `region` is None, for
-    all pairs. Keys begin at slot `first`; no query sees an older one in this region. `turn` is the rotation that the
-    queries still need.
+    """Queries and keys rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; for all pairs if
+    `region` is None. Keys begin at slot `first`; no query sees an older one in this region. `turn` is the rotation that
+    the queries still need.
     """
 
     region: Region | None
@@ -56,11 +56,13 @@ class Branch:
         return some if self.turn is None else self.turn.part(rows, queries)(some)
 
     def turned(self) -> Branch:
-        """The branch with rotated queries."""
+        """Rotate the queries, if that is still to be done."""
         return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
 
     def rows(self, start: int, stop: int, newest: int | None) -> Branch:
-        """The branch for the queries `start` to `stop` and the keys in slots before `newest`, or all."""
+        """Restrict the branch to the queries `start` to `stop`, and to the keys in slots before `newest` if it is
+        given.
+        """
         keys = slice(None) if newest is None else slice(0, max(0, newest - self.first))
         return Branch(self.region, self.query[:, :, start:stop], self.key[:, :, keys], self.first)
 
@@ -186,22 +188,24 @@ class Problem:
 
     @property
     def visibility(self) -> Visibility:
-        """Which keys the queries may see."""
+        """The rule by which queries see keys: mask, segment ids and causality."""
         return Visibility(self.mask, self.groups, self.causal, self.query_start, self.q_length, self.kv_length)
 
     def visible(self) -> torch.Tensor | None:
-        """Boolean `(batch or 1, 1, q_len, kv_len)` by slot and group, or the mask; None for all pairs."""
+        """The mask, or a boolean `(batch or 1, 1, q_len, kv_len)` by slot and segment id; None if every query sees
+        every key.
+        """
         return self.visibility.pairs(self.value.device)
 
     # --- the call in another form ---
 
     def replaced(self, **changed: object) -> Problem:
-        """The problem with some fields changed."""
+        """Copy the problem with some fields changed."""
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
     @property
     def rotated(self) -> Problem:
-        """The problem with queries and keys rotated for each region, and with their decay if it is one block."""
+        """Rotate queries and keys for each region; apply the decay to the states if the queries fit into one block."""
         decays_here = self.decay is not None and self.q_length <= decay.ROWS
         if self.turner is None and not decays_here:
             return self
@@ -213,7 +217,7 @@ class Problem:
         return self._rotated
 
     def decayed(self) -> Problem:
-        """The rotated problem of one block of queries, whose queries have grown and whose keys have decayed.
+        """Apply the decay to a rotated problem of one block of queries: its queries grow, and its keys decay.
 
         Raises:
             UnsupportedPositions: heads keep different keys.
@@ -238,18 +242,18 @@ class Problem:
 
     @property
     def as_causal(self) -> Problem:
-        """The problem in which one query sees all keys, as the last of a causal call does."""
+        """Mark a call of one query as causal: the query sees all keys, as the last one of a causal call does."""
         return self if self.q_length > 1 or self.causal else self.replaced(causal=True)
 
     def turned(self) -> Problem:
-        """The rotated problem whose queries need no further rotation."""
+        """The rotated problem after its queries received the rotation that they still need."""
         call = self.rotated
         if all(branch.turn is None for branch in call.branches):
             return call
         return call.replaced(branches=tuple(branch.turned() for branch in call.branches))
 
     def rows(self, start: int, stop: int) -> Problem:
-        """The rotated problem of the queries `start` to `stop`, without keys that none of them can see."""
+        """Restrict the rotated problem to the queries `start` to `stop`, without keys that none of them can see."""
         keys = slice(None)
         if self.mask is None and self.causal and isinstance(self.query_start, int):
             keys = slice(0, self.query_start + stop)
@@ -267,7 +271,7 @@ class Problem:
 
     @property
     def fused(self) -> Fused:
-        """Queries and keys as they arrived, and their rotation in each region, for a kernel that scores all regions."""
+        """Unrotated queries and keys with the tables of each region, for a kernel that scores all regions."""
         if self._fused is None:
             in_order = not self.scattered and (self.q_length == 1 or self._in_order())
             states = cast(torch.Tensor, self.query), cast(torch.Tensor, self.key)
@@ -289,7 +293,7 @@ class Problem:
         return compute(*positions, *sees, int(self.query_start), len(self.value), self.causal)
 
     def _in_order(self) -> bool:
-        """Whether every distance of a visible pair is that of its slots."""
+        """Whether the distance of every visible pair equals the difference of its slots."""
         return self.spans is not None and not any(span.skips(int(self.query_start)) for span in self.spans)
 
     def states(self) -> list[torch.Tensor]:
@@ -299,7 +303,7 @@ class Problem:
 
     def _branches(self, turner: Turner) -> tuple[Branch, ...]:
         """Queries and keys of each region, with keys from the oldest that a query may see there. Queries that are
-        rotated a few at a time bring their rotation.
+        rotated a few at a time keep their rotation in `turn`.
         """
         query, key = cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
         later = self.mode not in ("oracle", "reference") and self.decay is None

@@ -13,17 +13,18 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 
 EVERY = slice(None)
 Rotate = Callable[[torch.Tensor], torch.Tensor]
-"""Rotates states `(batch, heads, length, head_dim)`."""
+"""A function that rotates states `(batch, heads, length, head_dim)`."""
 
 
 def narrowed(states: torch.Tensor, slots: slice) -> torch.Tensor:
-    """States of some slots, `(..., slots, dim)`, of all states `(..., kv_len, dim)`."""
+    """Select some slots, `(..., slots, dim)`, of states `(..., kv_len, dim)`."""
     width = slots.stop - slots.start
     return states if width == states.shape[-2] else states.narrow(-2, slots.start, width)
 
 
 def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`layout.rotate_wide`; unless the tables need gradients, backward rotates the gradient back.
+    """Rotate states as `layout.rotate_wide` does; unless the tables need gradients, backward rotates the gradient back
+    and keeps no states.
 
     Shape:
         x `(batch, heads, length, head_dim)`, cos `(batch or 1, 1, length, head_dim)`, sin `(batch or 1, 1, length,
@@ -37,7 +38,7 @@ def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 @dataclass(frozen=True)
 class Rotation:
-    """`rotate` by tables at the positions of queries, for a path that takes a few of them at a time.
+    """A `rotate` with its tables, at the positions of queries, for an executor that rotates a few queries at a time.
 
     Shape:
         cos `(batch or 1, 1, q_len, head_dim)`, sin `(batch or 1, 1, q_len, d/2)`.
@@ -48,21 +49,21 @@ class Rotation:
     sin: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """R x, for all of the queries, or for those of `part`."""
+        """Rotate all queries, or the queries that `part` selected."""
         return rotate(self.layout, x, self.cos, self.sin)
 
     def part(self, rows: slice, queries: slice) -> Rotation:
-        """The rotation of some rows of the batch and some of their queries."""
+        """Restrict the rotation to some rows of the batch and some of their queries."""
         cos, sin = (x[rows if len(x) > 1 else slice(None), :, queries] for x in (self.cos, self.sin))
         return Rotation(self.layout, cos, sin)
 
     def back(self) -> Rotation:
-        """The inverse, which gradients take."""
+        """The inverse rotation, which gradients need."""
         return Rotation(self.layout, self.cos, -self.sin)
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation whose gradient is rotated back by the same angles."""
+    """A rotation whose backward rotates the gradient back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:

@@ -50,11 +50,11 @@ class Span:
         return (self.keys.stop + self.hidden - self.keys.start + self.before) - self.q_length
 
     def skips(self, query_start: int) -> bool:
-        """Whether the distance of a query and a key differs from that of their slots."""
+        """Whether the distance of a query and a key differs from the difference of their slots."""
         return self.hidden + self.keys.stop != query_start + self.queries.stop
 
     def within(self, reach: int) -> Span:
-        """The span without the keys that are `reach` tokens or more before the last one that a query sees."""
+        """Drop the keys that are `reach` tokens or more before the last key that a query sees."""
         return dataclasses.replace(self, window=min(self.window, reach + self.hidden))
 
 
@@ -67,7 +67,7 @@ def spans_between(
     batch_size: int,
     causal: bool,
 ) -> tuple[Span, ...] | None:
-    """`find_spans`, with the positions of all keys, `(batch or 1, kv_len)`."""
+    """Like `find_spans`, but given the positions of all keys, `(batch or 1, kv_len)`, not only of cached ones."""
     past = key_positions[:, :query_start] if query_start else None
     return find_spans(query_positions, mask, groups, query_start, batch_size, causal, past)
 
@@ -131,7 +131,7 @@ def find_spans(
 
 
 def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> torch.Tensor | None:
-    """First slot of each query's group, `(batch, q_len)`, -1 for pads; None if a group is in several pieces."""
+    """The first slot of each query's group, `(batch, q_len)`, -1 for pads; None if a group is in several pieces."""
     first_slots = []
     for row in groups:
         members, lengths = torch.unique_consecutive(row, return_counts=True)
@@ -144,8 +144,9 @@ def _starts_of_groups(groups: torch.Tensor, query_start: int, q_length: int) -> 
 
 
 def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, query_start: int) -> list[Span] | None:
-    """Pads as queries of causal attention: those behind the tokens of a row see all of them, as in Transformers, and
-    those before see nothing. None if the pads' positions do not go up from the tokens', or if they see several runs.
+    """Spans of pads as queries of causal attention: pads behind the tokens of a row see all of them, as in
+    Transformers, and pads before them see nothing. None if the pads' positions do not go up from the tokens', or if
+    they see several runs.
     """
     run, end = _only_run(groups), len(positions)
     if not bool((groups >= 0).any()) or bool((groups[query_start:end] >= 0).all()) or groups[end - 1] >= 0:
@@ -157,7 +158,9 @@ def _spans_of_pads(rows: slice, groups: torch.Tensor, positions: torch.Tensor, q
 
 
 def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) -> list[Span] | None:
-    """A padded row of bidirectional attention, whose pads see all tokens; None if they are several runs, or skip."""
+    """The span of a padded row of bidirectional attention, whose pads see all tokens; None if the tokens are several
+    runs, or their positions skip.
+    """
     run = _only_run(groups)
     if not bool((groups >= 0).any()):
         return []
@@ -169,7 +172,7 @@ def _span_both_ways(rows: slice, groups: torch.Tensor, positions: torch.Tensor) 
 
 
 def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:
-    """First and last slot of the tokens of a row; None unless they are one group in one piece."""
+    """The first and the last slot of a row's tokens; None unless the tokens are one group in one piece."""
     tokens = (groups >= 0).nonzero().flatten()
     if not len(tokens) or int(tokens[-1] - tokens[0]) != len(tokens) - 1 or len(groups[tokens].unique()) > 1:
         return None
@@ -177,7 +180,9 @@ def _only_run(groups: torch.Tensor) -> tuple[int, int] | None:
 
 
 def first_keys(mask: torch.Tensor, query_start: int) -> torch.Tensor | None:
-    """First visible slot of each query, `(batch, q_len)`, -1 if it sees nothing; None unless all see intervals."""
+    """The first visible slot of each query, `(batch, q_len)`, -1 if it sees nothing; None unless every query sees an
+    interval.
+    """
     count, numbers = mask.sum(dim=-1, dtype=torch.int32), mask.view(torch.uint8)
     first, last = numbers.argmax(dim=-1), mask.shape[-1] - 1 - numbers.flip(-1).argmax(dim=-1)
     own = torch.arange(mask.shape[1], device=mask.device) + query_start

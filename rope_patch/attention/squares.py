@@ -1,4 +1,4 @@
-"""A band of pairs in squares, which a kernel scores that knows no windows, only causality."""
+"""Squares that cover a band of pairs, for a kernel that knows causality but no windows."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Square:
 
 
 def squares_of(tile: Tile) -> Iterator[Square]:
-    """Disjoint squares that cover a band whose last key is that of its last query. Those on the diagonal come first:
-    every query is in one of them.
+    """Cover a band whose last key belongs to its last query with disjoint squares. The squares on the diagonal come
+    first: every query is in one of them.
 
     A block of as many queries as the band is wide sees a causal square of keys of its own, and a strict upper triangle
     of the keys before them.
@@ -51,10 +51,10 @@ def squares_of(tile: Tile) -> Iterator[Square]:
 
 
 def _beside(q: int, k: int, rows: int, width: int, keys: int, count: int = 1) -> Iterator[Square]:
-    """Pairs of a block of `rows` queries from `q`, whose own keys begin at `k`, with the last `keys` of the keys before
-    them, and those of the blocks behind it. Row i sees what is less than `width` - i before `k`.
+    """Cover the pairs of a block of `rows` queries from `q`, whose own keys begin at `k`, with the last `keys` of the
+    keys before them, and do so for the blocks behind it. Row i sees the keys less than `width` - i before `k`.
     """
-    all_see = min(rows, width - keys)  # so many rows see all of these keys
+    all_see = min(rows, width - keys)  # the number of rows that see all of these keys
     others = rows - all_see
     if all_see and keys:
         yield Square(q, k - keys, all_see, keys, "full", count, width)

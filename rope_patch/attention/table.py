@@ -1,4 +1,4 @@
-"""How an executor is chosen: rows in the order in which they are asked, and the reason of each that was not taken.
+"""The order in which executors are asked, and the reason why each of them was not taken.
 
 An executor is one file that computes a `Problem`. Its `supports` returns an empty string, or why it cannot. A row says
 where it stands in the order, and what else has to hold before it is preferred.
@@ -58,11 +58,11 @@ class Row:
     by_name: bool = False
 
     def serves(self, mode: str) -> bool:
-        """Whether the row is asked under a word for `attention`."""
+        """Whether the row is asked when the user passed this word as `attention`."""
         return mode in ("auto", self.executor.name, *self.modes)
 
     def reason(self, problem: Problem) -> str:
-        """Why the row is not taken; empty if it can be."""
+        """The reason why the row is not taken, or an empty string."""
         if not self.serves(problem.mode):
             return f"attention={problem.mode!r} is asked for"
         if problem.mode == "auto":
@@ -77,7 +77,7 @@ class Row:
 
 
 PREFERENCES = ("fused",)
-"""Words that ask for an executor where it applies, and for what `auto` takes elsewhere."""
+"""Words that ask for an executor if it applies, and else for the choice of `auto`."""
 
 
 def choose(rows: Sequence[Row], problem: Problem) -> Executor:
@@ -98,7 +98,7 @@ def choose(rows: Sequence[Row], problem: Problem) -> Executor:
 
 
 def explained(rows: Sequence[Row], problem: Problem) -> list[tuple[Executor, str]]:
-    """Every executor with the reason why it was not taken; empty for the one that was."""
+    """Pair every executor with the reason why it was not taken; the reason is empty for the one that was."""
     taken = choose(rows, problem)
     reasons: dict[str, tuple[Executor, str]] = {}
     for row in rows:
@@ -116,7 +116,7 @@ FORCED = "ROPE_PATCH_ATTENTION"
 
 
 def asked_attention(attention: str) -> AttentionMode:
-    """The word for `attention`, which the environment may give where `patch` is given none.
+    """The word for `attention`: the one passed to `patch`, or the environment's if `patch` was given none.
 
     Raises:
         InvalidField: it is none of the allowed words.

@@ -14,12 +14,14 @@ from rope_patch.typing import Weights
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """`x`, any shape, in the dtype of scores: float64 if it has that already, else float32."""
+    """Upcast half precision to float32; float32 and float64 stay. `x` has any shape."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x @ y, `(batch, heads, ..., ...)` each, in the dtype of scores; half precision on a GPU without a copy in it."""
+    """Multiply x @ y, `(batch, heads, ..., ...)` each, in the dtype of scores; on a GPU half precision is multiplied
+    without an upcast copy.
+    """
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         found = torch.bmm(x.flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32)
         return found.unflatten(0, x.shape[:2])
@@ -28,7 +30,7 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DistanceBias:
-    """b(m - n).
+    """A bias b(m - n) by distance.
 
     Attributes:
         function: maps distances of any shape to `(heads, *shape)`, float32.
@@ -42,12 +44,12 @@ class DistanceBias:
     table: Callable[[int, int], torch.Tensor] | None = None
 
     def values(self, low: int, high: int) -> torch.Tensor:
-        """b(low) to b(high - 1), `(heads, high - low)`."""
+        """The biases b(low) to b(high - 1), `(heads, high - low)`."""
         return self.function(torch.arange(low, high)) if self.table is None else self.table(low, high)
 
     @property
     def learned(self) -> bool:
-        """Whether a gradient must flow into it."""
+        """Whether the bias needs a gradient."""
         return self.values(0, 1).requires_grad
 
 
@@ -67,8 +69,9 @@ class Content:
     def bias(
         self, m: torch.Tensor, n: torch.Tensor, scaling: float, scores: torch.Tensor, seen: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """b(q_m, k_n, m, n) for positions `(batch or 1, length)` and `scores` `(batch, heads, q_len, kv_len)`, which
-        are products times `scaling`; it and `seen` broadcast to their shape. None if the scheme has no such bias.
+        """The bias b(q_m, k_n, m, n) for positions `(batch or 1, length)` and `scores` `(batch, heads, q_len, kv_len)`,
+        which are products times `scaling`; the bias and `seen` broadcast to their shape. None if the scheme has no such
+        bias.
         """
         if "content_bias" not in self.scheme.methods:
             return None
@@ -86,18 +89,22 @@ class Content:
         return self.scheme.content_bias(pairs, self.weights)
 
     def factor(self, distance: torch.Tensor) -> torch.Tensor | None:
-        """c(m, n), `(batch or 1, heads, q_len, kv_len)`; None for 1."""
+        """The factor c(m, n) on attention weights, `(batch or 1, heads, q_len, kv_len)`; None if the scheme has none of
+        it.
+        """
         if "weight_factor" not in self.scheme.methods:
             return None
         return self.scheme.weight_factor(distance, self.query.shape[1], self.weights).transpose(0, 1)
 
     def values(self, attention: torch.Tensor, distance: torch.Tensor) -> torch.Tensor | None:
-        """sum_n attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`; None for 0."""
+        """The sum over n of attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`; None if the scheme adds
+        nothing to values.
+        """
         if "relative_values" not in self.scheme.methods:
             return None
         return self.scheme.relative_values(attention, distance, self.weights)
 
     def rows(self, queries: slice, keys: slice) -> Content:
-        """The terms of some queries and keys."""
+        """Restrict the terms to some queries and keys."""
         query, key, states = self.query[:, :, queries], self.key[:, :, keys], self.states[:, queries]
         return dataclasses.replace(self, query=query, key=key, states=states)

@@ -1,4 +1,4 @@
-"""One tile of attention with its log-sum-exp, forward and backward: flash on a CPU and on CUDA, and plain products."""
+"""Attention of one tile with its log-sum-exp, forward and backward: flash on a CPU and on CUDA, and plain products."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Kernel(Protocol):
     whole: bool = False
 
     def band_rows(self, width: float) -> int:
-        """Number of queries in a tile of a band that is `width` tokens wide."""
+        """The number of queries in a tile of a band that is `width` tokens wide."""
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """A tile in parts of shapes that suit the kernel; `masked` if it will have a mask."""
+        """Cut a tile into parts of shapes that suit the kernel; `masked` if it will have a mask."""
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, float32: zeros and the
@@ -73,7 +73,7 @@ class Kernel(Protocol):
         """
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
-        """Gradients of queries, keys and values, in their shapes, from that of the merged output."""
+        """Gradients of queries, keys and values, in their shapes, from the gradient of the merged output."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Biased:
     heads: slice = field(default_factory=lambda: slice(None))
 
     def for_heads(self, heads: slice) -> Biased:
-        """The kernel for some of the heads."""
+        """Restrict the kernel to some of the heads."""
         return self if self.bias is None else Biased(self.kernel, self.span, self.bias.for_heads(heads), heads)
 
     def tiles(self, region: Region) -> Iterator[Tile]:
@@ -104,14 +104,14 @@ class Biased:
                 yield from self.kernel.cut(part, masked=self.bias is not None)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, as of `Kernel.forward`."""
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp `(batch, heads, q_len)`, as in `Kernel.forward`."""
         if self.bias is None:
             return self.kernel.forward(work)
         out, lse = self.kernel.forward(self._masked(work, self.bias))
         return self._ordered(out), self._ordered(lse)
 
     def backward(self, work: Work, merged: Merged, of_bias: torch.Tensor | None) -> Tensors:
-        """Gradients of a tile, as of `Kernel.backward`; `of_bias`, if given, has the shape of the bias's `source` and
+        """Gradients of a tile, as in `Kernel.backward`; `of_bias`, if given, has the shape of the bias's `source` and
         accumulates the tile's share of its gradient.
         """
         if self.bias is None:
@@ -123,8 +123,8 @@ class Biased:
         return self._ordered(grad_q), grad_k, grad_v
 
     def _backward_of_all(self, work: Work, merged: Merged, bias: TileBias, into: torch.Tensor) -> Tensors:
-        """The gradient of the bias is a sum of those of the scores. Kernels do not return these, so all gradients are
-        computed from them here, in blocks of queries that stay in cache.
+        """Compute all gradients here, in blocks of queries that stay in cache: the gradient of the bias is a sum of
+        gradients of scores, which kernels do not return.
         """
         tile, (batch, heads) = work.tile, work.q.shape[:2]
         keys, values = _by_kv_head(upcast(work.k)), _by_kv_head(upcast(work.v))
@@ -163,7 +163,7 @@ class Biased:
         return Work(self._ordered(work.q), work.k, work.v, work.tile, work.scale, mask)
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
-        """Query states in the order of the mask's rows, or back again."""
+        """Reorder query states to the order of the mask's rows; a second call undoes it."""
         return x.flip(2) if self.bias is not None and self.bias.reverses_queries else x
 
 
@@ -172,7 +172,7 @@ LEAST_ROWS = 64  # minimum number of queries of such a block: fewer make its pro
 
 
 def _by_kv_head(x: torch.Tensor) -> torch.Tensor:
-    """`(batch, kv_heads, length, dim)` as the matrices of one batched product."""
+    """Flatten `(batch, kv_heads, length, dim)` to the matrices of one batched product."""
     return x.flatten(0, 1).contiguous()
 
 
@@ -188,12 +188,14 @@ class FlashCPU(Kernel):
         self.scale = math.ceil(threads / (3 * heads))
 
     def band_rows(self, width: float) -> int:
-        """Fewer rows waste less at the edges; from 192 on, the kernel uses larger blocks."""
+        """The number of queries in a tile of a band: fewer waste less at the edges, and from 192 on the kernel uses
+        larger blocks.
+        """
         return 192 * self.scale
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """Blocks of queries. Under a causal mask the kernel wastes up to 512 keys per query, so the end of each block
-        becomes a band.
+        """Cut a tile into blocks of queries. Under a causal mask the kernel wastes up to 512 keys per query, so the end
+        of each block becomes a band.
         """
         if masked:
             yield tile
@@ -208,8 +210,8 @@ class FlashCPU(Kernel):
         return out, lse
 
     def scored(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp of a tile, without a look at values: its mask
-        leaves a finite number to each query.
+        """Output `(batch, heads, q_len, value_dim)` and log-sum-exp of a tile, computed without reading values: its
+        mask must leave a finite number to each query.
         """
         q, k, v = _of_one_width(work.q, work.k, work.v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -229,7 +231,7 @@ class FlashCPU(Kernel):
 
 
 def _of_one_width(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """States padded with zeros to one head width; in MLA the widths of keys and values differ."""
+    """Pad states with zeros to one head width, because in MLA the widths of keys and values differ."""
     width = max(state.shape[-1] for state in states)
     if all(state.shape[-1] == width for state in states):
         return states
@@ -246,7 +248,9 @@ def _additive(work: Work) -> torch.Tensor | None:
 
 @functools.lru_cache(maxsize=16)
 def _band(rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
-    """One mask serves every tile inside a band, and one the last tiles of all blocks: only the ends differ."""
+    """The additive mask of a band, cached: every tile inside a band shares one, and the last tiles of all blocks share
+    another.
+    """
     seen = Tile(0, rows, 0, columns, "band", low, high).mask(torch.device("cpu"))
     return torch.zeros(rows, columns, dtype=dtype).masked_fill(~seen, -torch.inf)
 
@@ -266,11 +270,11 @@ class FlashCUDA(Kernel):
     implementation: str | None = None
 
     def band_rows(self, width: float) -> int:
-        """All queries: the kernel itself supports windows."""
+        """Put all queries into one tile: the kernel itself supports windows."""
         return 2**62
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """Uncut, for the fewest launches."""
+        """Leave the tile whole, for the fewest launches."""
         yield tile
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,7 +300,7 @@ class FlashCUDA(Kernel):
 
 
 def _window(tile: Tile) -> dict[str, int]:
-    """Width of a band on either side of the diagonal that ends at the last query and the last key."""
+    """The window of a band on either side of the diagonal that ends at the last query and the last key."""
     if tile.kind != "band":
         return {}
     on_diagonal = tile.distance - ((tile.k1 - tile.k0) - (tile.q1 - tile.q0))
@@ -316,11 +320,11 @@ class Dense(Kernel):
         self.rows = rows
 
     def band_rows(self, width: float) -> int:
-        """As many queries as in any other tile."""
+        """Take as many queries for a band as for any other tile."""
         return self.rows
 
     def cut(self, tile: Tile, masked: bool) -> Iterator[Tile]:
-        """Blocks of queries whose scores fit into memory."""
+        """Cut a tile into blocks of queries whose scores fit into memory."""
         return in_rows(tile, self.rows, as_bands=True)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,7 +350,7 @@ class Dense(Kernel):
         return weights, weights * (products - delta)
 
     def _scores(self, work: Work) -> torch.Tensor:
-        """`(batch, heads, q_len, kv_len)`, float32."""
+        """Scaled scores with the mask applied, `(batch, heads, q_len, kv_len)`, float32."""
         tile = work.tile
         products = product(_folded(work.q, work.k.shape[1]), work.k.mT)
         scores = products.reshape(*work.q.shape[:3], -1) * work.scale
@@ -361,5 +365,7 @@ class Dense(Kernel):
 
 
 def _folded(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """`(batch, heads, rows, ...)` to `(batch, kv_heads, heads per kv head * rows, ...)`."""
+    """Fold the heads that share keys into rows: `(batch, heads, rows, ...)` to `(batch, kv_heads, heads per kv head *
+    rows, ...)`.
+    """
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])

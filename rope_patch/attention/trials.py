@@ -1,4 +1,4 @@
-"""One trial of a kernel before its first use: it has to run on the device, and to equal the definition on small calls.
+"""The trial of a kernel before its first use: it has to run on the device, and to equal the definition on small calls.
 
 Kernels behind PyTorch's attention are called through private functions, which may change; compilers and drivers fail in
 many ways. A kernel that fails its trial is not used, and a warning says why, once. An error is tried once more: many
@@ -17,11 +17,11 @@ import torch
 from rope_patch.errors import RopePatchWarning
 
 Comparisons = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-"""Names of what a kernel computed, each with its values and those that they have to equal."""
+"""The results of a kernel, each with its name, its values, and the values that it must equal."""
 
 
 class Trial:
-    """Runs small calls once for the same arguments.
+    """A trial of a kernel on small calls, run once for the same arguments.
 
     Args:
         name: of the kernel, for the warning.
@@ -35,8 +35,8 @@ class Trial:
         self._told: set[tuple[Any, ...]] = set()
 
     def __call__(self, *arguments: Any) -> str:
-        """The reason why the kernel is not used with these arguments; empty if it was right. A lack of memory, and a
-        CUDA graph that is being captured, are no verdict: the next call tries again.
+        """The reason why the kernel is not used with these arguments, or an empty string if it was right. Lack of
+        memory, and a CUDA graph that is being captured, are no verdict: the next call tries again.
         """
         if arguments not in self._reasons:
             reason, lasts = self._tried(*arguments)
@@ -55,7 +55,7 @@ class Trial:
         self._told.clear()
 
     def _tried(self, *arguments: Any) -> tuple[str, bool]:
-        """The reason, and whether it will be the same the next time."""
+        """The reason, empty without one, and whether a second trial would end the same."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return "it cannot be tried while a CUDA graph is captured: call the model once before", False
         reason = ""
@@ -69,7 +69,7 @@ class Trial:
         return reason, True
 
     def _difference(self, *arguments: Any) -> str:
-        """What differed from the definition, and by how much; empty if nothing did."""
+        """The quantity that differed from the definition, and by how much; empty if none did."""
         for what, found, expected in self.compare(*arguments):
             one, other = found.detach().float(), expected.detach().float()
             error = float((one - other).norm() / other.norm())

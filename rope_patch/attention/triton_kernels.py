@@ -1,4 +1,4 @@
-"""The kernels: rotation, forward, the gradients of queries or of keys, and the merge of split keys. Imported only if
+"""Triton kernels: rotation, forward, the gradients of queries or of keys, and the merge of split keys. Imported only if
 Triton is installed.
 
 Queries and keys are rotated once, for each region, before they are scored: no loop over keys or queries reads a table.
@@ -36,7 +36,9 @@ class States(NamedTuple):
 
     @classmethod
     def from_tensor(cls, x: Any) -> Any:
-        """Strides of `(batch, length)`, or of `(batch, heads, length)` of numbers or vectors; sizes of 1 repeat."""
+        """Read the strides of `(batch, length)`, or of `(batch, heads, length)` of numbers or vectors; an axis of size
+        1 gets stride 0, so that it repeats.
+        """
         if x is None:
             return None
         strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
@@ -73,7 +75,7 @@ class Given(NamedTuple):
 
 
 class Area(NamedTuple):
-    """A `Region` in integers."""
+    """A `Region` whose bounds are integers that a kernel can hold."""
 
     start: int
     stop: int
@@ -82,7 +84,7 @@ class Area(NamedTuple):
 
     @classmethod
     def from_region(cls, region: Any) -> Area:
-        """The area of a `Region`."""
+        """Clamp the bounds of a `Region` to integers."""
         far = FAR.value // region.chunk
         start, stop = (int(min(max(bound, -far), far)) for bound in (region.start, region.stop))
         return cls(start, stop, region.chunk, None if region.keys_below == math.inf else int(region.keys_below))
@@ -114,8 +116,8 @@ class How(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Facts about a block of rows or keys: which of them exist, and the token, head, slot, position and group of each.
-    Those that do not exist repeat the last.
+    """Facts about a block of rows or keys: the token, head, slot, position and group of each, and which of them are
+    `inside`. Entries outside repeat the last one inside.
     """
 
     inside: Any
@@ -139,7 +141,7 @@ def _places(x, batch, heads, tokens):
 
 @triton.jit
 def _number(x):
-    """A number, as given or from memory."""
+    """A number that was passed as a constant, or is loaded from a pointer."""
     x = tl.full((), 0, tl.int32) + x  # a constant becomes a tensor, and a pointer stays one
     return tl.load(x).to(tl.int32) if x.dtype.is_ptr() else x
 
@@ -151,7 +153,7 @@ def _numbers(x, heads, tokens):
 
 @triton.jit
 def _states(x, tokens, dim: tl.constexpr):
-    """Vectors of some tokens, `(tokens, padded(dim))`, zero beyond `dim`."""
+    """Load the vectors of some tokens, `(tokens, padded(dim))`, zero beyond `dim`."""
     dims = tl.arange(0, padded(dim))[None, :]
     places = _places(x, tl.program_id(2), tokens.head, tokens.token)[:, None] + dims
     return tl.load(places) if dim == padded(dim) else tl.load(places, mask=dims < dim, other=0.0)
@@ -166,16 +168,16 @@ def _store(x, value, batch, tokens, dim: tl.constexpr):
 
 @triton.jit
 def _entries(x, tokens, dims, inside):
-    """Some dimensions of some tokens of a program's head in float32, `(tokens, dims)`; zero where not `inside`."""
+    """Load some dimensions of some tokens of a program's head in float32, `(tokens, dims)`; zero where not `inside`."""
     places = _places(x, tl.program_id(2), tl.program_id(1), tokens)[:, None] + dims
     return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def rotate(states, rotated, tables, partner, first, length, back: tl.constexpr, block: tl.constexpr, dim: tl.constexpr):
-    """R x = x cos + x[partner] sin of a block of tokens of a head, for each of the `states`, with the sign in the sine.
-    `back` multiplies by the transpose and adds up, into the only tensor of `rotated`; a table may be None there. Blocks
-    that end before the slot `first`, a number or a pointer, are left out.
+    """Rotate a block of tokens of a head, R x = x cos + x[partner] sin, for each of the `states`, with the sign in the
+    sine. `back` multiplies by the transpose and adds up, into the only tensor of `rotated`; a table may be None there.
+    Blocks that end before the slot `first`, a number or a pointer, are left out.
     """
     if (tl.program_id(0) + 1) * block > _number(first):
         tokens, dims = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, padded(dim))[None, :]
@@ -215,7 +217,7 @@ def _keys(first, given, how: tl.constexpr):
 
 @triton.jit
 def _spread(x, axis: tl.constexpr):
-    """Facts that decide about a pair, with another axis, for a matrix of scores."""
+    """Give the facts about tokens another axis, so that they broadcast over a matrix of scores."""
     inside, token, head = (tl.expand_dims(x.inside, axis), tl.expand_dims(x.token, axis), tl.expand_dims(x.head, axis))
     slot, position, group = (
         tl.expand_dims(x.slot, axis),
@@ -227,7 +229,7 @@ def _spread(x, axis: tl.constexpr):
 
 @triton.jit
 def _units(positions, chunk: tl.constexpr):
-    """floor(positions / chunk), also for negative positions."""
+    """Compute floor(positions / chunk), also for negative positions."""
     if chunk == 1:
         return positions
     return tl.where(positions < 0, -((chunk - 1 - positions) // chunk), positions // chunk)
@@ -235,8 +237,8 @@ def _units(positions, chunk: tl.constexpr):
 
 @triton.jit
 def _within(bounds, zero, unit, low, high, chunk: tl.constexpr, of_keys: tl.constexpr):
-    """The part of `bounds` whose distance from each token is in [low, high): `chunk` slots are one unit of distance,
-    the token is in its `unit`, and unit 0 begins at the slot `zero`.
+    """Clip `bounds` to the slots whose distance from each token is in [low, high): `chunk` slots are one unit of
+    distance, the token is in its `unit`, and unit 0 begins at the slot `zero`.
     """
     low, high = (low, high) if of_keys else (1 - high, 1 - low)
     return tl.maximum(bounds[0], zero + (unit + low) * chunk), tl.minimum(bounds[1], zero + (unit + high) * chunk)
@@ -244,7 +246,9 @@ def _within(bounds, zero, unit, low, high, chunk: tl.constexpr, of_keys: tl.cons
 
 @triton.jit
 def _bounds(own, given, how: tl.constexpr, r: tl.constexpr, of_keys: tl.constexpr):
-    """The first key that each query may see in a region, and the end of their range; or the rows that see each key."""
+    """The first key that each query may see in a region, and the end of that range; or, for keys, the range of rows
+    that see each.
+    """
     area: tl.constexpr = how.areas[r]
     begin, length = (_number(given.start), given.q_length) if of_keys else (0, given.kv_length)
     bounds = own.slot * 0 + begin, own.slot * 0 + begin + length
@@ -262,8 +266,8 @@ def _bounds(own, given, how: tl.constexpr, r: tl.constexpr, of_keys: tl.constexp
 
 @triton.jit
 def _run(edge: tl.constexpr, bounds, low, high, size: tl.constexpr, given, how: tl.constexpr):
-    """A loop over blocks of `size` between `low` and `high`: over those within all bounds, or at the `edge` over the
-    others that overlap some. Its start and end, and the place and length of the gap that it leaves out.
+    """Start and end of a loop over blocks of `size` between `low` and `high`, and the place and length of the gap that
+    it leaves out. It covers the blocks within all bounds, or at the `edge` the others that overlap some.
     """
     start = tl.maximum(tl.min(bounds[0]) // size * size, low)
     end = tl.maximum(tl.minimum(tl.cdiv(tl.max(bounds[1]), size) * size, high), start)
@@ -277,7 +281,7 @@ def _run(edge: tl.constexpr, bounds, low, high, size: tl.constexpr, given, how: 
 
 @triton.jit
 def _seen(queries, keys, how: tl.constexpr, r: tl.constexpr, grouped: tl.constexpr):
-    """Which keys each query sees in a region, in the shape of the scores."""
+    """A boolean in the shape of the scores, true where a query sees a key in a region."""
     area: tl.constexpr = how.areas[r]
     distance = _units(queries.position, area.chunk) - _units(keys.position, area.chunk)
     seen = keys.inside & (distance >= area.start) & (distance < area.stop)
@@ -325,7 +329,7 @@ def _scores(products, queries, keys, given, how: tl.constexpr, r: tl.constexpr, 
 
 @triton.jit
 def forward(given, out, lse, splits, span, how: tl.constexpr):
-    """Output and log-sum-exp of a block of rows over the `span` keys of one of the `splits`.
+    """Compute output and log-sum-exp of a block of rows over the `span` keys of one of the `splits`.
 
     Shape:
         out `(splits batch, heads, q_len, value_dim)`, lse `(splits batch, heads, q_len)`, float32.
@@ -395,14 +399,17 @@ def fold(out, lse, part, part_lse, length, block: tl.constexpr, dim: tl.constexp
 
 @triton.jit
 def _norms(queries, lse):
-    """The log-sum-exp of each row in units of ln 2; infinite, for no weights, if there is no row or it sees nothing."""
+    """The log-sum-exp of each row in units of ln 2; infinite, so that weights are zero, if there is no row or it sees
+    nothing.
+    """
     found = _numbers(lse, queries.head, queries.token)
     return tl.where(queries.inside & (found > NONE), found * LOG2_E, float("inf"))
 
 
 @triton.jit
 def gradients(given, out, grad, lse, delta, into, of_v, of_table, of_sums, of_keys: tl.constexpr, how: tl.constexpr):
-    """Gradients of a block of rotated queries, or of keys and their values: `into` has a tensor for each region.
+    """Compute the gradients of a block of rotated queries, or of keys and their values: `into` has a tensor for each
+    region.
 
     Queries come first, since they write `delta`, which keys read. They add to the gradient of a table of biases, in no
     fixed order of programs. Both write their share of the gradient of the running sums, keys with opposite sign: that

@@ -1,4 +1,6 @@
-"""How queries and keys are rotated for each region, as data: positions, frequencies, and the rotation they have."""
+"""The rotation of queries and keys for each region, as data: positions, frequencies, and the rotation that states
+arrive with.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies, PositionMap
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine."""
+"""The tables of cosine and sine."""
 
 Side = Literal["query", "key"]
 
 Bounds = tuple[Any, Any]
-"""Start and stop of a slice, which has no hash itself."""
+"""Start and stop of a slice, because a slice itself cannot be hashed."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Queries and keys as they arrived, and their rotation in each region, for the fused kernel.
+    """Unrotated queries and keys, and the tables of each region, for the fused kernel.
 
     The rotation is x cos + x[partner] sin with full-width tables. The sine carries the sign; a dimension without
     rotation has cosine 1 and sine 0.
@@ -57,7 +59,7 @@ class Fused:
     window: float = math.inf
 
     def past(self) -> Fused:
-        """The call without the regions whose keys all come after the query."""
+        """Drop the regions whose keys all come after the query."""
         seen = [region.stop > 0 for region in self.regions]
         return dataclasses.replace(
             self,
@@ -100,7 +102,7 @@ class Turner:
     by_head: bool = False
 
     def rotates(self, position_map: PositionMap) -> bool:
-        """Whether states still lack the rotation of a map."""
+        """Whether states still need the rotation of a position map."""
         return self.layout is not None and position_map != self.anchor
 
     def turn(
@@ -111,8 +113,8 @@ class Turner:
         slots: slice | torch.Tensor | None = None,
         rows: slice | None = None,
     ) -> torch.Tensor:
-        """R_f(phi(positions)) x: queries or keys `(batch, heads or kv_heads, length, head_dim)`, of all rows and slots
-        or of these, rotated for a region.
+        """Rotate queries or keys `(batch, heads or kv_heads, length, head_dim)` for a region, R_f(phi(positions)) x:
+        all rows and slots, or only the given ones.
         """
         position_map = region.query_map if side == "query" else region.key_map
         if not self.rotates(position_map):
@@ -138,11 +140,10 @@ class Turner:
     def for_queries(
         self, like: torch.Tensor, kv_heads: int, scaling: float = 1.0, beside: bool = False
     ) -> tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], float]:
-        """`turn` for every region, as a function of queries of the dtype and shape of `like`, which writes each result
-        over its last one. Queries that share keys become columns of one matrix, `(batch * kv_heads, head_dim, group *
-        q_len)`. One query is also multiplied by `scaling`, at no cost; what is left of it is returned beside the
-        function. `beside` asks for the queries that score keys of `for_keys(..., beside=True)`: in regions that rotate
-        keys they have twice as many dimensions.
+        """Build a function that rotates queries of the dtype and shape of `like` for every region, and writes each
+        result over its last one. Queries that share keys become columns of one matrix, `(batch * kv_heads, head_dim,
+        group * q_len)`. One query is also multiplied by `scaling`, at no cost; the factor that is left over is returned
+        beside the function.
         """
         flat = len(like) * kv_heads, -1, like.shape[-1]
         if self.by_matrix(like):
@@ -176,9 +177,9 @@ class Turner:
     def for_keys(
         self, region: Region, like: torch.Tensor, slots: slice, rows: slice, beside: bool = False
     ) -> Callable[[slice], Rotate] | None:
-        """`turn` for the keys of some rows, as a function for each run of slots among `slots`; None if nothing is left
-        to rotate. With `beside` keys come out twice as wide, in one operator: k cos and k sin side by side. Their
-        product with the queries of `for_queries(..., beside=True)` is that of rotated keys.
+        """Build a function from a run of slots among `slots` to the rotation of its keys, in some rows; None if nothing
+        is left to rotate. With `beside` keys come out twice as wide, in one operator: k cos and k sin side by side.
+        Their product with the queries of `for_queries(..., beside=True)` equals the product of rotated states.
         """
         if not self.rotates(region.key_map):
             return None
@@ -199,7 +200,7 @@ class Turner:
         return of
 
     def fused(self, queries: torch.Tensor, keys: torch.Tensor, in_order: bool) -> Fused:
-        """The call for the fused kernel; `in_order` if distance is a difference of slots."""
+        """Describe the call for the fused kernel; `in_order` if distance is a difference of slots."""
         if self.layout is None:
             nothing = (None,) * len(self.regions)
             return Fused(queries, keys, self.regions, nothing, nothing, in_order=in_order)
@@ -223,7 +224,7 @@ class Turner:
         )
 
     def _apply(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotate:
-        """The rotation of states by these tables."""
+        """Bind these tables to the function that rotates states."""
         layout = cast(RotaryLayout, self.layout)
         return functools.partial(layout.rotate if self.exact else functools.partial(rotate, layout), cos=cos, sin=sin)
 
@@ -235,7 +236,7 @@ class Turner:
         slots: slice | torch.Tensor | None = None,
         rows: slice | None = None,
     ) -> Tables:
-        """cos and sin that rotate states `like`."""
+        """The tables cos and sin that rotate states `like` for a position map."""
         positions = self.query_positions if side == "query" else self.key_positions
         compute = self.forward.shared(_tables) if self.shares else _tables
         place = slots if isinstance(slots, torch.Tensor) else _bounds(slots)
@@ -261,12 +262,12 @@ def _tables(
     dtype: torch.dtype,
     width: int,
 ) -> Tables:
-    """The tables for the positions in some rows and slots; with a `layout`, cos is `wide`."""
+    """Compute the tables for the positions in some rows and slots; with a `layout`, cos is `wide`."""
     if rows is not None and len(positions) > 1:
         positions = positions[slice(*rows)]
     if slots is not None:
         positions = positions[..., slice(*slots) if isinstance(slots, tuple) else slots]
-    if slots is not None and frequencies.inv_freq.ndim == 4:  # of each token
+    if slots is not None and frequencies.inv_freq.ndim == 4:  # each token has its own frequencies
         own = frequencies.inv_freq[:, :, slice(*slots) if isinstance(slots, tuple) else slots]
         frequencies = dataclasses.replace(frequencies, inv_freq=own)
     moved = _remaining(positions, position_map, anchor)
@@ -283,7 +284,7 @@ def _full_tables(
     dtype: torch.dtype,
     width: int,
 ) -> Tables:
-    """The tables with both cos and sin for every dimension."""
+    """Compute cos and sin with an entry for every dimension."""
     moved = _remaining(positions, position_map, anchor)
     cos, sin = _computed(moved, frequencies, dtype, pairs_of(position_map) is not None)
     return layout.wide(cos, width), layout.signed(sin, width)
@@ -299,8 +300,8 @@ def _matrices(
     width: int,
     scaling: float,
 ) -> torch.Tensor:
-    """All rotations of one query at `positions` `(batch or 1, 1)`, times `scaling`, side by side: `(head_dim,
-    columns)`, with a batch axis if rows differ. Beside each of the `maps` stands whether the partners
+    """Matrices of all rotations of one query at `positions` `(batch or 1, 1)`, times `scaling`, side by side:
+    `(head_dim, columns)`, with a batch axis if rows differ. Each of the `maps` comes with a flag, true if the partners
     of its dimensions follow, for keys that are `_beside`.
     """
     moved = [_remaining(positions, position_map, anchor) for position_map, both in maps for _ in range(1 + both)]
@@ -324,7 +325,7 @@ def _basis(
     scaling: float,
     beside: tuple[bool, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RotaryLayout.basis` with an axis of rotations, `(head_dim, rotations, head_dim)`, made once. Where partners
+    """`RotaryLayout.basis` with an axis of rotations, `(head_dim, rotations, head_dim)`, computed once. Where partners
     stand beside a rotation, it comes twice, with the two dimensions of each pair exchanged.
     """
     with torch.inference_mode(False):  # another forward may be differentiated
@@ -337,7 +338,9 @@ def _basis(
 
 
 def _remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:
-    """The remaining rotation of states at these positions, with d/2 as a last axis if the map has pairs."""
+    """Positions by which states must still be rotated, beyond the rotation of `anchor`; with d/2 as a last axis if the
+    map has pairs.
+    """
     if anchor is None or anchor == UNROTATED:
         return position_map(positions)
     done = anchor(positions)
@@ -347,7 +350,9 @@ def _remaining(positions: torch.Tensor, position_map: PositionMap, anchor: Posit
 def _computed(
     moved: torch.Tensor, frequencies: Frequencies, dtype: torch.dtype, by_pair: bool, rows: Bounds | None = None
 ) -> Tables:
-    """cos and sin, `(batch or 1, heads or 1, length, d/2)`, of some rows, which may have their own frequencies."""
+    """Compute cos and sin, `(batch or 1, heads or 1, length, d/2)`, for some rows, which may have frequencies of their
+    own.
+    """
     inv_freq, scaling = frequencies.inv_freq, frequencies.attention_scaling
     if rows is not None and inv_freq.ndim > 1 and len(inv_freq) > 1:
         inv_freq = inv_freq[slice(*rows)]
@@ -364,8 +369,8 @@ def _partners(layout: RotaryLayout, head_dim: int, device: torch.device) -> torc
 def _product(
     query: torch.Tensor, matrices: torch.Tensor, into: torch.Tensor, columns: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """The only query, `(batch, heads, 1, head_dim)`, under each of the rotations of `_matrices`: written `into` memory
-    of which the `columns` are views, `(batch * kv_heads, width, group)`.
+    """Multiply the only query, `(batch, heads, 1, head_dim)`, by each rotation of `_matrices`, and write it `into`
+    memory of which the `columns` are views, `(batch * kv_heads, width, group)`.
     """
     if matrices.ndim == 2:
         torch.mm(query.reshape(-1, query.shape[-1]), matrices, out=into)
@@ -375,15 +380,15 @@ def _product(
 
 
 def _side_by_side(cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, head_dim: int) -> torch.Tensor:
-    """What `_beside` multiplies keys with, `(batch or 1, heads or 1, length, 2, head_dim)`, from a `wide` cos and a sin
-    by pair. The sine has the sign of the partner, because the query's dimensions change their places.
+    """The table that `_beside` multiplies keys with, `(batch or 1, heads or 1, length, 2, head_dim)`, from a `wide` cos
+    and a sin by pair. The sine has the sign of the partner, because the query's dimensions change their places.
     """
     return torch.stack([cos, layout.signed(-sin, head_dim)], dim=-2)
 
 
 def _beside(keys: torch.Tensor, table: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Keys `(rows, heads, length, head_dim)` times each half of the table of `_side_by_side`, `(rows * heads, length,
-    2 head_dim)`: written `into` memory `(rows, heads, length, 2, head_dim)`, because new pages cost more than the
-    product.
+    """Multiply keys `(rows, heads, length, head_dim)` by each half of the table of `_side_by_side`, giving `(rows *
+    heads, length, 2 head_dim)`, and write them `into` memory `(rows, heads, length, 2, head_dim)`, because new pages
+    cost more than the product.
     """
     return torch.mul(keys.unsqueeze(3), table, out=into).view(-1, keys.shape[2], 2 * keys.shape[3])

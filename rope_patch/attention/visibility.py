@@ -1,4 +1,4 @@
-"""Which keys a query may see, whatever the region."""
+"""The rule by which a query sees keys, whatever the region."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys each query of a call may see.
+    """The mask, segment ids and causality that decide which keys each query of a call may see.
 
     Attributes:
         mask: `(batch or 1, heads or 1, q_len, kv_len)`, boolean (True is attended) or added to the scores. None means
@@ -29,7 +29,9 @@ class Visibility:
     kv_length: int
 
     def pairs(self, device: torch.device) -> torch.Tensor | None:
-        """The mask; without one boolean by slot and group, `(batch or 1, 1, q_len, kv_len)`, or None for all pairs."""
+        """The mask, or without one a boolean by slot and group, `(batch or 1, 1, q_len, kv_len)`; None if every query
+        sees every key.
+        """
         if self.mask is not None:
             return self.mask
         queries = torch.arange(self.q_length, device=device) + self.query_start

@@ -14,7 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.options import Count, Folder, OptionalLength, Positional, Spec, in_one_process, say
+from rope_patch.cli.options import (
+    Count,
+    Name,
+    OptionalFolder,
+    OptionalLength,
+    OptionalScheme,
+    Positional,
+    in_one_process,
+    say,
+)
 from rope_patch.errors import EvaluationError
 from rope_patch.serving.listening import check_packages, check_port, listen
 
@@ -24,13 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[Folder] = None  # folder, GGUF file or Hub ID (default: the small checkpoint of the recipes)
-    scheme: Spec = None  # scheme (default: the one that the folder records, or rerope:window=L/2+logn)
+    checkpoint: Positional[OptionalFolder] = (
+        None  # folder, GGUF file or Hub ID (default: the small checkpoint of the recipes)
+    )
+    scheme: OptionalScheme = None  # scheme (default: the one that the folder records, or rerope:window=L/2+logn)
     max_length: OptionalLength = None  # longest prompt with its answer (default: what the scheme reaches, or 4 L)
     max_tokens: Count = None  # longest answer, unless the page sets it (default: 256, at most L/4)
-    dtype: str = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
-    device: str = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
-    host: str = "localhost"  # host name to listen on
+    dtype: Name = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
+    device: Name = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
+    host: Name = "localhost"  # host name to listen on
     port: int = 8000  # port to listen on
 
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.cli.options import OptionalLength, Text, print_json
+from rope_patch.cli.options import OptionalFolder, OptionalLength, OptionalScheme, print_json
 from rope_patch.errors import EvaluationError
 
 
 @dataclass(kw_only=True)
 class Options:
-    model: Text = None  # checkpoint: a folder, a GGUF file or a Hub ID; without it, the small checkpoint of the recipes
-    scheme: Text = None  # scheme to apply, such as yarn:target=8192 or rerope:window=128+logn
+    # checkpoint: a folder, a GGUF file or a Hub ID (default: the small checkpoint of the recipes)
+    model: OptionalFolder = None
+    scheme: OptionalScheme = None  # scheme to apply, such as yarn:target=8192 or rerope:window=128+logn
     attention: OptionalLength = None  # explain how the layers are scored in a text of so many tokens
     json: bool = False  # print one JSON document
 

@@ -19,18 +19,28 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from rope_patch.cli.options import Numbers, OptionalLength, Positional, Readers, Text, print_json, say
+from rope_patch.cli.options import (
+    Folder,
+    Numbers,
+    OptionalFolder,
+    OptionalLength,
+    OptionalScheme,
+    Positional,
+    Readers,
+    print_json,
+    say,
+)
 from rope_patch.errors import EvaluationError
 
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[str]  # checkpoint folder, or a GGUF file, which is unpacked
-    scheme: Text = None  # scheme such as yarn:factor=4; without it, the one that the folder records
+    checkpoint: Positional[Folder]  # checkpoint folder, or a GGUF file, which is unpacked
+    scheme: OptionalScheme = None  # scheme such as yarn:factor=4 (default: the one that the folder records)
     factors: Numbers = ()  # whole multiples of L that a request can reach, such as 1,2,4, for a scheme with target=auto
-    length: OptionalLength = None  # longest context to serve; without it, factor times L
-    readers: Readers = ""  # write for these programs and report on them, such as vllm,mlx; without it, all
-    output: Text = None  # folder or GGUF file to write; without it, only show what would be written
+    length: OptionalLength = None  # longest context to serve (default: factor times L)
+    readers: Readers = ""  # write for these programs and report on them, such as vllm,mlx (default: all)
+    output: OptionalFolder = None  # folder or GGUF file to write (default: only show what would be written)
     link: bool = False  # make hard links to weights and tokenizer instead of copies
     dry_run: bool = False  # write nothing, even with --output
     json: bool = False  # print one JSON document

@@ -21,7 +21,7 @@ from rope_patch.cli.options import Positional, Words, print_json
 
 @dataclass(kw_only=True)
 class Options:
-    schemes: Positional[Words] = ()  # names such as yarn; without them, all
+    schemes: Positional[Words] = ()  # names such as yarn (default: all)
     json: bool = False  # print one JSON document, with the fields and their defaults
     markdown: bool = False  # print the tables of docs/reference/schemes.md
 

@@ -87,9 +87,14 @@ Names = Annotated[tuple[str, ...], _arg(metavar="NAME")]  # words behind one opt
 Amounts = Annotated[tuple[float, ...], _arg(metavar="FLOAT")]  # numbers behind one option
 Word = Annotated[str | None, _arg(metavar="[NAME]")]  # a positional word that may be left out
 Words = Annotated[tuple[str, ...], _arg(metavar="[NAME ...]")]  # several of them
-Folder = Annotated[str | None, _arg(metavar="[DIR]")]  # a positional checkpoint that may be left out
-Spec = Annotated[str | None, _arg(metavar="SCHEME")]  # one that may be left out
-Text = Annotated[str | None, _arg(metavar="STR")]  # what follows may be left out
+Name = Annotated[str, _arg(metavar="NAME")]
+File = Annotated[str, _arg(metavar="FILE")]
+Folder = Annotated[str, _arg(metavar="DIR")]  # where a checkpoint is meant, also a GGUF file or a Hub ID
+OptionalName = Annotated[str | None, _arg(metavar="NAME")]  # this one and those below may be left out
+OptionalFile = Annotated[str | None, _arg(metavar="FILE")]
+OptionalFolder = Annotated[str | None, _arg(metavar="DIR")]
+OptionalScheme = Annotated[str | None, _arg(metavar="SCHEME")]
+Text = Annotated[str | None, _arg(metavar="STR")]
 Count = Annotated[int | None, _arg(metavar="INT")]
 Amount = Annotated[float | None, _arg(metavar="FLOAT")]
 
@@ -98,14 +103,16 @@ Amount = Annotated[float | None, _arg(metavar="FLOAT")]
 class Measured:
     """Options of every measurement. The default text is Python's standard library."""
 
-    model: Text = None  # checkpoint: a folder, a GGUF file or a Hub ID; without it, the small checkpoint of the recipes
-    text: Text = None  # text to read: a .txt, .jsonl or .parquet file, a folder or a pattern; default: Python's library
-    dataset: Text = None  # name or folder of a dataset, instead of --text
-    split: Text = None  # split of the dataset; without it, test
-    column: str = "text"  # column that holds the text
-    dtype: str = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
-    device: str = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
-    attention: str = "auto"  # attention implementation of Transformers: auto, sdpa, eager, flash_attention_2
+    # checkpoint: a folder, a GGUF file or a Hub ID (default: the small checkpoint of the recipes)
+    model: OptionalFolder = None
+    # text to read: a .txt, .jsonl or .parquet file, a folder or a pattern (default: Python's library)
+    text: OptionalFile = None
+    dataset: OptionalName = None  # name or folder of a dataset, instead of --text
+    split: OptionalName = None  # split of the dataset (default: test)
+    column: Name = "text"  # column that holds the text
+    dtype: Name = "auto"  # dtype of the weights: auto (the checkpoint's own), float32, bfloat16 or float16
+    device: Name = "auto"  # device to run on: auto, cpu, cuda, cuda:1, mps
+    attention: Name = "auto"  # attention implementation of Transformers: auto, sdpa, eager, flash_attention_2
     seed: int = 0  # random seed
     json: bool = False  # print one JSON document instead of tables
 

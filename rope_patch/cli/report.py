@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.cli.options import Measured, print_json, say
+from rope_patch.cli import COMMANDS
+from rope_patch.cli.options import Measured, in_tokens, parse, print_json, say
 
 if TYPE_CHECKING:
     from rope_patch.evaluation.row import Row
@@ -53,13 +55,34 @@ def draw(rows: Sequence[Row], file: Path, **settings: Any) -> None:
 
 def conclude(verdict: Verdict, options: Measured) -> None:
     """The verdict, and the next command on the same model and text; on stderr if stdout has JSON."""
-    for sentence in (verdict.sentence, f"Next: {spelled(verdict.command, options)}"):
+    for sentence in (verdict.sentence, f"Next: {next_command(verdict.command, options)}"):
         say(sentence) if options.json else print(sentence)
 
 
+def next_command(command: str, options: Measured) -> str:
+    """The command of a verdict, or another one on the same schemes and lengths if it is what has just been run."""
+    _, lengths, rest = command.partition("--lengths")
+    others = [f"{other} {lengths}{rest}" for other in ("perplexity --protocol repeat", "passkey --task spans")]
+    commands = [spelled(each, options) for each in (command, *(others if lengths else ()))]
+    return next((each for each in commands if not _was_run(each, options)), commands[0])
+
+
+def _was_run(command: str, options: Measured) -> bool:
+    """Whether the run that these options describe has every row that a command would measure."""
+    _, name, *words = shlex.split(command)
+    if COMMANDS[name].name != Path(str(sys.modules[type(options).__module__].__file__)).name:
+        return False
+    asked, ran = vars(in_tokens(parse(type(options), words))), vars(options)
+    same = {"output": True, "json": True, "protocol": {asked.get("protocol"), ran.get("protocol")} <= {"auto", "last"}}
+    return all(
+        same.get(name, False) or (set(value) <= set(ran[name]) if isinstance(value, tuple) else value == ran[name])
+        for name, value in asked.items()
+    )
+
+
 def spelled(command: str, options: Measured) -> str:
-    """A command of `rope-patch` with the options that name model and text."""
-    names = ("model", "text", "dataset", "split", "column")
-    same = {name: value for name in names if (value := getattr(options, name)) != getattr(Measured, name)}
-    words = [word for name, value in same.items() if f"--{name} " not in command for word in (f"--{name}", value)]
+    """A command of `rope-patch` with the options that name model, text and machine."""
+    names = ("model", "text", "dataset", "split", "column", "dtype", "device", "attention", "seed")
+    typed = {name: str(value) for name in names if (value := getattr(options, name)) != getattr(type(options), name)}
+    words = [word for name, value in typed.items() if f"--{name} " not in command for word in (f"--{name}", value)]
     return shlex.join(["rope-patch", *command.split(), *words])

@@ -1,4 +1,4 @@
-"""Attention where several processes share a row.
+"""Attention over rows that several processes share.
 
 The keys of all processes meet the queries of this one, and each run of queries is scored like a chunk of a text whose
 earlier keys are cached. Keys are exchanged once and rotated here, whatever the number of regions.
@@ -52,7 +52,7 @@ def shared_attention(
     row, call, added = attention_mask.row, rope_patch, None
     sharding, causal = row.sharding, is_causal(module, kwargs.get("is_causal"))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.is_autocast_enabled(query.device.type):  # half as much to exchange
+    if torch.is_autocast_enabled(query.device.type):  # so that half as many bytes are exchanged
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if call is not None and call.added is not None:
@@ -101,7 +101,7 @@ def _plain_attention(
     forward: Forward,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """`late_attention` of a layer without a scheme: its queries and keys are rotated already."""
+    """Score a layer without a scheme as `late_attention` does: its queries and keys are rotated already."""
     q_length, kv_length = query.shape[2], key.shape[2]
     slots = forward.shared(_slots)(kv_length, query.device)
     implementation = cast(Any, module).config._attn_implementation

@@ -32,7 +32,7 @@ from rope_patch.schemes.rope import NoPE
 
 
 def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
-    """The part of this process of ids, labels, positions or a mask of a whole row.
+    """Take the part of this process of ids, labels, positions or a mask of a whole row.
 
     Shift labels before: a token and its target are in different parts otherwise. The length need not be a multiple of
     the number of processes.
@@ -54,7 +54,7 @@ def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor
 
 
 def mesh_of(sharing: int, device: str = "cpu") -> DeviceMesh:
-    """All processes, `sharing` consecutive ones to a row, with the dimensions `dp_replicate` and `cp`.
+    """A device mesh of all processes, `sharing` consecutive ones to a row, with the dimensions `dp_replicate` and `cp`.
 
     The group of this process is `mesh_of(2).get_group("cp")`.
 
@@ -84,7 +84,7 @@ class ContextParallel:
     group: Any = None
 
     def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The part of this process, see `shard`.
+        """Take the part of this process, as `shard` does.
 
         Args:
             tensor: `(batch, length, ...)`, the same on every process.
@@ -93,7 +93,7 @@ class ContextParallel:
         return shard(tensor, dim, self.group)
 
     def gather(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The whole row on every process, in order: `shard` back. The gradients of all processes are summed.
+        """Undo `shard`: the whole row on every process, in order. The gradients of all processes are summed.
 
         Args:
             tensor: the part of this process, `(batch, tokens, ...)`.
@@ -139,7 +139,7 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
             )
     changes, is_patched = Changes(), bool(find_handles(model))
     try:
-        with torch.device("cpu"):  # whatever the default is
+        with torch.device("cpu"):  # whatever the default device is
             parts = _parts(model, changes)
         for stack, plan in parts:
             reason = reason_not_to_share(stack, plan)
@@ -155,13 +155,15 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
 
 
 def _parts(model: nn.Module, changes: Changes) -> list[tuple[Stack, Plan]]:
-    """The stacks of a model with their plans: the handles' under a scheme, else the checkpoint's own positions."""
+    """The stacks of a model with their plans: from the handles under a scheme, else for the checkpoint's own
+    positions.
+    """
     mounted = [part for handle in find_handles(model) for part in handle.mounted]
     return mounted or [(stack, _native_plan(stack, changes)) for stack in read_stacks(model)]
 
 
 def _native_plan(stack: Stack, changes: Changes) -> Plan:
-    """The plan of a stack without a scheme. Positions that the model computes from all tokens of a forward are mounted,
+    """Plan a stack without a scheme. Positions that the model computes from all tokens of a forward are mounted,
     because each process has only a part of the tokens.
     """
     native = stack.native

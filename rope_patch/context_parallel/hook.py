@@ -32,7 +32,7 @@ from rope_patch.mounting.undo import Changes
 
 @dataclass(eq=False)
 class RowHook:
-    """Pre-hook of a stack: the processes of a group tell each other their positions and pads, and the mask becomes a
+    """Pre-hook of a stack: the processes of a group exchange their positions and pads, and the mask becomes a
     `RowMask`.
 
     Attributes:
@@ -46,7 +46,7 @@ class RowHook:
     of_batch: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments with positions in the whole row, and the `RowMask`.
+        """Return the arguments with positions in the whole row, and with the `RowMask`.
 
         Raises:
             UnsupportedPositions: processes have different batches, or not the parts that `shard` gives them; there are
@@ -91,7 +91,7 @@ class RowHook:
         return (), {**kwargs, **changed}
 
     def _agreed_sharding(self, tokens: torch.Tensor, *optional: torch.Tensor | None) -> Sharding:
-        """The sharding of the row; what each process has is compared first."""
+        """The sharding of the row, after a check that all processes agree on it."""
         number = distributed.get_world_size(self.group)
         mine = torch.tensor([tokens.shape[1], len(tokens), *(x is not None for x in optional)], device=tokens.device)
         every = mine.new_empty(number, len(mine))
@@ -109,7 +109,7 @@ class RowHook:
 
 
 def install_sharing(stack: Stack, group: Any, backend: Backend, changes: Changes, of_batch: bool = False) -> None:
-    """Let the processes of a group share the rows of a stack; `of_batch` as in `RowHook`."""
+    """Install the hooks that let the processes of a group share the rows of a stack; `of_batch` as in `RowHook`."""
     counts = not stack.has_positions or not of_batch
     changes.hook(stack.module, RowHook(group, backend, counts, of_batch), first=True)
     changes.log(stack.module, Registration(SHARED, shared_attention))

@@ -20,7 +20,7 @@ from rope_patch.context_parallel.sharding import Sharding
 from rope_patch.mounting.forward_call import ForwardCall
 
 Backend = Literal["gather", "ulysses"]
-"""What processes exchange in a layer: all keys and values, or heads."""
+"""The exchange of processes in a layer: `gather` all keys and values, or divide heads."""
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Row:
     forward: Forward = field(default_factory=Forward)
 
     def runs(self, forward: Forward) -> list[Run]:
-        """The runs of queries that this process scores, for the layers that share a `forward`."""
+        """The runs of queries that this process scores, computed once for the layers of a `forward`."""
         return forward.shared(_runs)(self)
 
 
@@ -60,7 +60,7 @@ def _runs(row: Row) -> list[Run]:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Consecutive queries of a row.
+    """A run of consecutive queries of a row.
 
     Attributes:
         queries: their range among the queries of this process.
@@ -80,8 +80,8 @@ class Run:
         return slice(0 if window is None else max(0, self.slots.start - window + 1), self.slots.stop)
 
     def mask(self, keys: slice, causal: bool, window: int | None) -> torch.Tensor:
-        """For these slots of `keys`, groups in the form of a mask; under a window, or for one query, one number for
-        each pair, `(batch or 1, 1, q_len, kv_len)`.
+        """Segment ids of these slots of `keys` in the form of a mask; under a window, or for one query, a mask with one
+        number for each pair, `(batch or 1, 1, q_len, kv_len)`.
         """
         groups, slots, place = self.row.groups, (self.slots.start, self.slots.stop), (keys.start, keys.stop)
         if window is None and self.slots.stop - self.slots.start > 1:
@@ -89,8 +89,8 @@ class Run:
         return self.forward.shared(_seen)(groups, slots, place, causal, window)
 
     def of_call(self, call: ForwardCall, keys: slice, heads: slice | None, added: torch.Tensor | None) -> ForwardCall:
-        """The part of a call for these queries and `keys`; `added` as in `ForwardCall`, of the whole row,
-        `(batch, length, heads)`.
+        """Restrict a call to these queries and `keys`; `added` as in `ForwardCall`, of the whole row, `(batch, length,
+        heads)`.
         """
         positions, part = self.row.positions, self.forward.shared(_part)
         return dataclasses.replace(
@@ -120,7 +120,7 @@ def _groups_as_mask(groups: torch.Tensor, keys: tuple[int, int]) -> torch.Tensor
 def _seen(
     groups: torch.Tensor, queries: tuple[int, int], keys: tuple[int, int], causal: bool, window: int | None
 ) -> torch.Tensor:
-    """Which keys of these slots each query sees, `(batch or 1, 1, q_len, kv_len)`."""
+    """A boolean `(batch or 1, 1, q_len, kv_len)`, true for the keys of these slots that each query sees."""
     own, others = groups[:, slice(*queries), None], groups[:, None, slice(*keys)]
     same = ((own == others) | (own < 0)) & (others >= 0)
     m, n = (torch.arange(*bounds, device=groups.device) for bounds in (queries, keys))
@@ -136,7 +136,7 @@ class RowMask(torch.Tensor):
 
     @classmethod
     def from_row(cls, row: Row) -> RowMask:
-        """A mask with the groups of the tokens of this process."""
+        """Make a mask with the segment ids of the tokens of this process."""
         mask = row.sharding.shard(row.groups, 1)[:, None, None].as_subclass(cls)
         mask.row = row
         return mask

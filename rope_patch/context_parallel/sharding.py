@@ -1,4 +1,4 @@
-"""A row that several processes share: which tokens each one holds, and how they exchange them.
+"""The sharding of a row over processes: which tokens each one holds, and how they exchange them.
 
 Every exchange is a linear map between the processes. Its backward is the transposed map, so gradients return to the
 process that holds the token.
@@ -34,7 +34,9 @@ class Sharding:
 
     @classmethod
     def of_row(cls, length: int, group: Any) -> Sharding:
-        """The sharding of a row of `length` slots, as this process of a `group` sees it; None for all processes."""
+        """Shard a row of `length` slots, as this process of a `group` sees it; a `group` of None means all
+        processes.
+        """
         return cls(length, distributed.get_world_size(group), distributed.get_rank(group), group)
 
     def runs(self, rank: int) -> tuple[slice, ...]:
@@ -44,7 +46,7 @@ class Sharding:
         return tuple(run for run in (every[rank], every[-1 - rank]) if run.start < run.stop)
 
     def tokens(self, rank: int) -> int:
-        """Number of tokens of a process."""
+        """The number of tokens of a process."""
         return sum(run.stop - run.start for run in self.runs(rank))
 
     @property
@@ -54,7 +56,7 @@ class Sharding:
 
     @functools.cached_property
     def _places(self) -> torch.Tensor:
-        """For each slot of the row, its place among the tokens of all processes, each padded to `longest`."""
+        """The index of each slot of the row among the tokens of all processes, each padded to `longest`."""
         places = torch.empty(self.length, dtype=torch.long)
         for rank in range(self.number):
             start = rank * self.longest
@@ -63,34 +65,38 @@ class Sharding:
         return places
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The part of this process of `x`, `(..., length, ...)` with the row along `dim`."""
+        """Take the part of this process of `x`, `(..., length, ...)` with the row along `dim`."""
         return torch.cat([x.narrow(dim, run.start, run.stop - run.start) for run in self.runs(self.rank)], dim)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole row, `(..., length, ...)`, from the tokens of each process along `dim`; gradients are summed."""
+        """Gather the whole row, `(..., length, ...)`, from the tokens of each process along `dim`; gradients are
+        summed.
+        """
         there = cast(Map, functools.partial(self._gather, dim=dim))
         return _Exchanged.apply(x, there, functools.partial(self._scatter_sum, dim=dim))
 
     def by_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """`(batch, heads, tokens, head_dim)` of the tokens here, as `(batch, heads / number, length, head_dim)`: all
-        tokens, of the heads of this process.
+        """Exchange tokens for heads: `(batch, heads, tokens, head_dim)` of the tokens here becomes `(batch, heads /
+        number, length, head_dim)`, all tokens for the heads of this process.
         """
         return _Exchanged.apply(x, self._to_heads, self._to_tokens)
 
     def by_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """`by_heads` back: `(batch, heads, tokens, head_dim)`."""
+        """Undo `by_heads`: exchange heads for tokens, `(batch, heads, tokens, head_dim)`."""
         return _Exchanged.apply(x, self._to_tokens, self._to_heads)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens, which come first, padded to `longest`."""
+        """Pad the tokens, which stand along the first axis, to `longest`."""
         return torch.cat([x, x.new_zeros(self.longest - len(x), *x.shape[1:])]).contiguous()
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """The row in order, `(length, ...)`, from the padded tokens of all processes, `(number, longest, ...)`."""
+        """Put the padded tokens of all processes, `(number, longest, ...)`, into the order of the row, `(length,
+        ...)`.
+        """
         return x.flatten(0, 1)[self._places.to(x.device)]
 
     def _by_process(self, row: torch.Tensor) -> torch.Tensor:
-        """`_in_order` back, with zeros as padding."""
+        """Undo `_in_order`, with zeros as padding."""
         tokens = row.new_zeros(self.number * self.longest, *row.shape[1:])
         tokens[self._places.to(row.device)] = row
         return tokens.unflatten(0, (self.number, self.longest))
@@ -116,14 +122,14 @@ class Sharding:
         return received.movedim(0, 2).flatten(2, 3)[: self.tokens(self.rank)].movedim(0, 2)
 
     def _sent(self, parts: torch.Tensor) -> torch.Tensor:
-        """The parts that all processes sent here, after one was sent to each, `(number, ...)`."""
+        """Send one part to each process, and return the parts that all of them sent here, `(number, ...)`."""
         received = torch.empty_like(parts)
         distributed.all_to_all_single(received, parts, group=self.group)
         return received
 
 
 class _Exchanged(torch.autograd.Function):
-    """A linear map `there` between processes, and its transpose `back`."""
+    """Apply a linear map `there` between processes; backward applies its transpose `back`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Map, back: Map) -> torch.Tensor:

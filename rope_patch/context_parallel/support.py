@@ -1,4 +1,4 @@
-"""Whether processes can share a row of a model; where they cannot, the reason in plain English."""
+"""Checks whether processes can share a row of a model, with the reason in plain English if they cannot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def reason_not_to_share(stack: Stack, plan: Plan) -> str:
-    """Why processes cannot share a row of a stack under a plan; empty if they can."""
+    """The reason why processes cannot share a row of a stack under a plan, or an empty string."""
     return next(_reasons(stack, plan, (*stack.layers, *stack.others)), "")
 
 
@@ -48,7 +48,7 @@ def _reads_tables(stack: Stack, plan: Plan) -> bool:
 
 
 def reason_not_to_divide_heads(stack: Stack, scheme: Scheme, number: int) -> str:
-    """Why the heads of a stack cannot be divided; empty if they can."""
+    """The reason why the heads of a stack cannot be divided over processes, or an empty string."""
     if scheme.methods & {"content_bias", "weight_factor", "relative_values"}:
         return f"{scheme} depends on the content of all heads; use backend='gather'"
     for layer in stack.layers:

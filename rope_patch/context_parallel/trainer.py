@@ -18,13 +18,13 @@ from rope_patch.context_parallel.row import Backend
 from rope_patch.errors import EvaluationError
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Where the documents of a packed row begin, as collators pass it to kernels that see the whole row. `position_ids` say
-it for each part."""
+"""Arguments with which collators tell kernels that see a whole row where its documents begin. `position_ids` say it for
+each part."""
 
 
 class ContextParallelTrainer(Trainer):
-    """`transformers.Trainer` in which every `sharing` consecutive processes share each row: they read the same rows,
-    and each computes its part. Loss, weights and what is evaluated are those of one process.
+    """A `transformers.Trainer` in which every `sharing` consecutive processes share each row: they read the same rows,
+    and each computes its part. Loss, weights and evaluation results are those of one process.
 
     Args:
         arguments, others: as for `Trainer`; a `compute_loss_func` receives its part of labels that are shifted already.
@@ -49,11 +49,11 @@ class ContextParallelTrainer(Trainer):
         return mesh_of(self._sharing, self.args.device.type)
 
     def get_cp_size(self) -> int:
-        """The number of processes that read the same targets, which Trainer then counts once."""
+        """The number of processes that read the same targets, so that Trainer counts these once."""
         return 1 if self._counting else self._sharing
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The number of targets of a step, though every process of a row counts them all. Transformers 5.17 divides by
+        """Count the targets of a step once, though every process of a row counts them all. Transformers 5.17 divides by
         the sizes of accelerate's config, 5.23 by `get_cp_size`: here, neither.
         """
         self._counting = True
@@ -75,7 +75,9 @@ class ContextParallelTrainer(Trainer):
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """The collector of an evaluation from all processes; each row once, though all that share it have it."""
+        """The function that collects an evaluation from all processes: each row once, though all processes that share
+        it have it.
+        """
         return self._gather_function if self._sharing == 1 else self._rows_once
 
     @gather_function.setter
@@ -92,7 +94,8 @@ class ContextParallelTrainer(Trainer):
         return recursively_apply(once, self.accelerator.gather(data))
 
     def prediction_step(self, *arguments: Any, **others: Any) -> tuple[torch.Tensor | None, Any, Any]:
-        """The step of `Trainer`: the loss of whole rows, their logits `(batch, length, vocabulary)` and their labels.
+        """Run the step of `Trainer` on shared rows: the loss of whole rows, their logits `(batch, length, vocabulary)`
+        and their labels.
 
         Args:
             arguments, others: as for `Trainer.prediction_step`.

@@ -1,1 +1,1 @@
-"""Texts, and what measuring and training read of them."""
+"""Texts, and the windows and rows that measuring and training read of them."""

@@ -25,7 +25,8 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 
 def load_corpus(split: str = "held_out") -> Dataset:
-    """The source of the running Python's standard library, one row per module: available everywhere without download.
+    """Load the source of the running Python's standard library, one row per module: available everywhere without
+    download.
 
     Tests, third-party packages and generated tables are excluded.
 
@@ -56,7 +57,7 @@ def load_text(
     column: str = "text",
     streaming: bool = False,
 ) -> Any:
-    """The documents of a text or of a dataset; without either, `load_corpus()`.
+    """Load the documents of a text or of a dataset; without either, `load_corpus()`.
 
     Args:
         text: a file, a folder of files, or a pattern. In a folder, every `.txt`, `.md`, `.rst` and `.py` file below it
@@ -92,7 +93,7 @@ def name_of_text(text: str | None = None, dataset: str | None = None, split: str
 
 
 def _files(text: str) -> list[tuple[Path, str]]:
-    """The files of a text, and the names of their documents."""
+    """The files of a text, with the names of their documents."""
     path = Path(text)
     if path.is_dir():
         below = sorted(file for file in path.rglob("*") if file.is_file())

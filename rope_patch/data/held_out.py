@@ -19,7 +19,7 @@ DOCUMENTS = 64  # the maximum; more add little information, and each is read at 
 def hold_out(
     documents: Any, tokenizer: Any, longest: int, *, share: float = 0.1, seed: int = 0, name: str = "the text"
 ) -> tuple[Any, Any, str]:
-    """The documents for training, the held-out documents, and the name of the latter.
+    """Split documents into the ones for training and the held-out ones; the third result is the name of the latter.
 
     Whole documents that fill the longest context are drawn at random, as many as the share allows, at most 64 and never
     the longest of all. If the share is too small for one, the end of the longest document is held out. From a stream
@@ -39,7 +39,7 @@ def hold_out(
         first = list(islice(documents, DOCUMENTS + 1))
         if len(first) > DOCUMENTS:
             return documents.skip(DOCUMENTS), first[:DOCUMENTS], f"the first {DOCUMENTS} documents of {name}, held out"
-        documents = Dataset.from_list(first)  # the whole stream
+        documents = Dataset.from_list(first)  # the stream ended: these are all documents
 
     def tokens(text: str) -> int:
         return len(bare_ids(tokenizer, text))
@@ -77,7 +77,7 @@ def hold_out(
 def halves(
     corpus: Any, tokenizer: Any, needed: int, documents: int | None = None, seed: int = 0
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A text in two halves that share no token: what one of them chose, the other can confirm.
+    """Split a text into two halves that share no token: a choice made on one can be confirmed on the other.
 
     Documents are dealt in random order. Fewer than 8 would leave too few to each half, so those that have room for it
     are cut in the middle, and an error over their windows describes these documents alone.

@@ -20,7 +20,8 @@ Span = tuple[int, int]
 
 
 def draw_spans(length: int, generator: torch.Generator) -> list[Span]:
-    """Start and stop of the spans to hide among `length` tokens, in order; none touches another or the first token.
+    """Draw start and stop of the spans to hide among `length` tokens, in order; none touches another or the first
+    token.
 
     Raises:
         EvaluationError: there are too few tokens for one span.
@@ -37,7 +38,7 @@ def draw_spans(length: int, generator: torch.Generator) -> list[Span]:
 
 
 def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
-    """`total` as a sum of `count` positive numbers, with all such sums equally likely."""
+    """Draw `count` positive numbers that sum to `total`, with all such sums equally likely."""
     cuts = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     return [stop - start for start, stop in itertools.pairwise([0, *cuts.tolist(), total])]
 
@@ -45,7 +46,8 @@ def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
 def corrupt(
     tokens: torch.Tensor, spans: Sequence[Span], sentinels: Sequence[int], end: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The encoder's input, the decoder's target, and which target tokens are hidden text, each `(length,)` as `tokens`.
+    """Hide spans: the encoder's input, the decoder's target, and which target tokens are hidden text, each `(length,)`
+    as `tokens`.
 
     There must be one more sentinel than spans; `end` is the id that closes a text.
     """
@@ -63,7 +65,7 @@ def corrupt(
 
 
 def sentinels_of(tokenizer: Any) -> list[int]:
-    """Ids of `<extra_id_0>`, `<extra_id_1>`, ..., up to the last that the tokenizer has.
+    """The ids of `<extra_id_0>`, `<extra_id_1>`, ..., up to the last that the tokenizer has.
 
     Raises:
         EvaluationError: it has none, so the checkpoint was not trained on this task.

@@ -1,4 +1,4 @@
-"""A batch of padded rows whose tokens get positions of their own, wherever a layout places them."""
+"""A collator that pads rows and places their tokens at positions of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rope_patch.errors import EvaluationError
 
 Row = dict[str, Any]
-"""`input_ids`, and perhaps `labels`, `attention_mask` and columns of a layout."""
+"""A row with `input_ids`, and perhaps `labels`, `attention_mask` and columns of a layout."""
 
 
 class PlacingCollator:
@@ -24,8 +24,8 @@ class PlacingCollator:
     seed: int
 
     def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
-        """A batch of rows of `input_ids` and, where not every token is to be learned, `labels`. Pads that a row has by
-        its `attention_mask`, on either side, are left out; new ones stand on the right.
+        """Collate rows of `input_ids` and, where not every token is to be learned, `labels`. Pads that a row has by its
+        `attention_mask`, on either side, are left out; new ones stand on the right.
 
         Raises:
             EvaluationError: a row is longer than the target length, or holds several documents.
@@ -40,18 +40,18 @@ class PlacingCollator:
         return {name: pad_sequence(tensors, True, pad) for name, (tensors, pad) in columns.items()}
 
     def _place(self, ids: torch.Tensor, row: Row) -> torch.Tensor:
-        """Positions of the tokens of a `row`, without its pads, `(length,)`."""
+        """The positions at which to place the tokens of a `row`, without its pads, `(length,)`."""
         raise NotImplementedError
 
     def _room(self, ids: torch.Tensor, **limit: int) -> int:
-        """How many positions below the limit of this name a row leaves free."""
+        """The number of positions below the limit of this name that a row leaves free."""
         ((name, positions),) = limit.items()
         if (room := positions - len(ids)) < 0:
             raise EvaluationError(f"{name}={positions} is not allowed; a row has {len(ids)} tokens")
         return room
 
     def _generator(self, ids: torch.Tensor, *others: int) -> torch.Generator:
-        """Random numbers that follow from the seed, `others` and the tokens alone."""
+        """A random generator that depends on the seed, `others` and the tokens alone."""
         digest = hashlib.sha256(" ".join(map(str, (self.seed, *others, ids.tolist()))).encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 

@@ -35,14 +35,14 @@ from rope_patch.data.placing import PlacingCollator, Row
 
 @dataclass(frozen=True)
 class PoSECollator(PlacingCollator):
-    """A data collator: pads rows on the right, and lets their positions skip over the whole target length.
+    """A data collator that pads rows on the right, and lets their positions skip over the whole target length.
 
     The positions of a row depend only on its tokens and the seed, so a resumed run sees the same ones. The batch always
     has an `attention_mask`: without one every skip would count as the start of another document.
     """
 
     target_length: int  # L_target, one more than the highest position; nothing skips if it is the length of the rows
-    chunks: int = 2  # N; a short row has at most as many as it has tokens
+    chunks: int = 2  # N; a short row has at most one chunk per token
     seed: int = 0
     middle: Literal["uniform", "gaussian"] = "uniform"  # gaussian: CREAM, with three pieces whatever `chunks` is
 

@@ -23,11 +23,12 @@ from rope_patch.data.placing import PlacingCollator, Row
 from rope_patch.errors import EvaluationError
 
 NUMBER = "row_number"
-"""The column of `numbered`."""
+"""The column that `numbered` adds."""
 
 
 def curriculum(length: int, target_length: int) -> tuple[int, ...]:
-    """Ranges in five parts: rows as they are, a quarter and a half of the way to the target, and twice the target.
+    """The ranges of positions for five equal parts of a training: the rows' own length, a quarter and a half of the way
+    to the target, and the target in the last two parts.
 
     Args:
         length: of the rows, in tokens.
@@ -38,7 +39,7 @@ def curriculum(length: int, target_length: int) -> tuple[int, ...]:
 
 
 def numbered(rows: Any, number: int, seed: int = 0) -> Any:
-    """Rows of a whole training, in the order in which to train on them, with their places in a column `row_number`.
+    """Order the rows of a whole training as they are to be trained on, with their places in a column `row_number`.
 
     Train on them in this order: `TrainingArguments(train_sampling_strategy="sequential", remove_unused_columns=False)`.
 
@@ -58,8 +59,8 @@ def numbered(rows: Any, number: int, seed: int = 0) -> Any:
 
 @dataclass(frozen=True)
 class RandomizedCollator(PlacingCollator):
-    """A data collator: pads rows on the right, and gives each a random subset of the positions of a range, in ascending
-    order. The range grows in equal parts of the training.
+    """A data collator that pads rows on the right, and gives each row a random subset of the positions of a range, in
+    ascending order. The range grows in equal parts of the training.
 
     What is drawn follows from the seed, the tokens of a row and its number alone: neither workers nor a resumed run
     change it. The batch always has an `attention_mask`: without one every skip would count as the start of another
@@ -81,7 +82,7 @@ class RandomizedCollator(PlacingCollator):
             raise EvaluationError(f"rows={self.rows} is not allowed; give the number of rows in the whole training")
 
     def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
-        """A batch of rows with drawn positions, as `PlacingCollator` pads and labels it.
+        """Collate rows and draw their positions; pads and labels as in `PlacingCollator`.
 
         Raises:
             EvaluationError: also, a row has no number though there are several ranges, or rows come in another order.

@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer puts around a text; texts that a model continues keep only those in front."""
+"""Special tokens that a tokenizer puts around a text; texts that a model continues keep only those in front."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents as rows of tokens to train on: packed behind one another, or every piece a row of its own."""
+"""Rows of tokens to train on, made of documents: packed one after another, or every piece a row of its own."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def training_rows(
 
 
 def packed(documents: list[list[int]], length: int, short: int | None = None) -> dict[str, Any]:
-    """Documents behind one another in full rows. A document that is cut continues in the next row; `position_ids` start
-    again with each piece, by which attention keeps the pieces apart.
+    """Pack documents one after another into full rows. A document that is cut continues in the next row; `position_ids`
+    start again with each piece, by which attention keeps the pieces apart.
 
     With `short`, every second row is cut into pieces of at most so many tokens, so that what a model could do at its
     training length is trained with the rest: the mixed windows of LongRoPE2 (2502.20082, section 3.3).
@@ -91,5 +91,5 @@ def packed(documents: list[list[int]], length: int, short: int | None = None) ->
 
 
 def cut(documents: list[list[int]], length: int) -> dict[str, Any]:
-    """Every piece of a document is a row of its own."""
+    """Cut documents into pieces, and make every piece a row of its own."""
     return {"input_ids": [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]}

@@ -32,7 +32,9 @@ class Window:
     source: Mapping[str, Any]
 
     def context(self, length: int) -> torch.Tensor:
-        """`(length + 1,)`: `length` input tokens and, shifted by one, their targets. The end is fixed."""
+        """The prefix and the last tokens of the window, `(length + 1,)`: `length` inputs and, shifted by one, their
+        targets. All lengths end at the same token.
+        """
         return torch.cat([self.prefix, self.tokens[len(self.tokens) - (length + 1 - len(self.prefix)) :]])
 
 
@@ -76,8 +78,8 @@ def select_windows(
 def spread(
     counts: Sequence[int], needed: int, targets: int, each: int | None, total: int = WINDOWS
 ) -> list[list[tuple[int, int]]]:
-    """Start and end of windows of `needed` tokens in documents with these `counts` of tokens; no two windows share any
-    of their last T tokens.
+    """Spread windows of `needed` tokens over documents with these `counts` of tokens, as start and end; no two windows
+    share any of their last T tokens.
 
     A document has at most `each` windows; None means one, or as many more as make `total` windows in all documents.
     Their contexts overlap if a document has no room for adjacent ones. Overlap makes losses more similar than those of

@@ -1,4 +1,4 @@
-"""`python -m rope_doctor`, and of rope_patch `python -m rope_patch.doctor`."""
+"""The entry point of `python -m rope_doctor`, and inside rope_patch of `python -m rope_patch.doctor`."""
 
 import sys
 

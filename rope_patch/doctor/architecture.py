@@ -1,4 +1,4 @@
-"""What Transformers takes where a config says nothing: sizes, thetas and layer types of each `model_type`."""
+"""Defaults of Transformers for fields that a config leaves out: sizes, thetas and layer types of each `model_type`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTHS = ("rotary_dim", "qk_rope_head_dim")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The defaults of one `model_type`; those of this class are Llama's.
+    """The defaults of one `model_type`; the defaults of this class are Llama's.
 
     Attributes:
         known: whether Transformers has the type, so that the other fields are its own.
@@ -94,7 +94,9 @@ def architecture_of(model_type: str) -> Architecture | None:
 
 
 def unknown_architecture(fields: Mapping[str, Any]) -> Architecture:
-    """Llama's defaults for a type that Transformers lacks: whatever word it has for theta and for a share counts."""
+    """Llama's defaults, for a type that Transformers lacks; it reads theta and the rotated share under any known
+    name.
+    """
     kinds = ("full_attention", "sliding_attention")
     has_two = any(fields.get(name) is not None for name in LOCAL_THETA)
     return Architecture(
@@ -114,5 +116,5 @@ def unknown_architecture(fields: Mapping[str, Any]) -> Architecture:
 
 @cache
 def _table() -> dict[str, Any]:
-    """`tools/position_defaults.py` writes the file."""
+    """Read the defaults from the file that `tools/position_defaults.py` writes."""
     return dict(json.loads((Path(__file__).parent / "architectures.json").read_text(encoding="utf-8")))

@@ -16,31 +16,33 @@ MOST_TOKENS = 2**40
 
 
 class Checked:
-    """Reads the values of one file; `notes` has a sentence about each that programs may read otherwise."""
+    """A reader of one file's values, with checks; `notes` has a sentence about each value that programs may read
+    otherwise.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: list[str] = []
 
     def refuse(self, reason: str) -> NoReturn:
-        """Stop with one line."""
+        """Stop with an error of one line."""
         raise Unreadable(f"{self.path}: {reason}")
 
     def object(self, name: str, value: Any) -> Mapping[str, Any]:
-        """A value that must have named fields."""
+        """Check a value that must have named fields."""
         if not isinstance(value, dict):
             self.refuse(f"{name}={value!r:.80} must be an object with a rope_type")
         return value
 
     def flag(self, name: str, value: Any) -> bool:
-        """A value that must be true or false."""
+        """Check a value that must be true or false."""
         if not isinstance(value, bool):
             self.refuse(f"{name}={value!r:.80} must be true or false")
         return value
 
     def number(self, name: str, value: Any, above: float = 0.0, most: float = 1e9, least: float | None = None) -> float:
-        """A number above one limit, or at least another, and at most a third; a string that is one counts, with a
-        note.
+        """Check a number: above one limit, or at least another, and at most a third. A string that is a number counts,
+        with a note.
         """
         found = value
         if isinstance(value, str):
@@ -57,20 +59,20 @@ class Checked:
         return float(found)
 
     def tokens(self, name: str, value: Any, least: int = 2) -> int:
-        """A length in tokens."""
+        """Check a length in tokens."""
         found = int(self.number(name, value, 0, MOST_TOKENS))
         if found < least:
             self.refuse(f"{name}={value!r:.80} must be at least {least}, in tokens")
         return found
 
     def size(self, name: str, value: Any) -> int:
-        """A count of dimensions or heads; of one for each layer the largest."""
+        """Check a count of dimensions or heads; of one for each layer it returns the largest."""
         if isinstance(value, list) and value and all(type(each) is int for each in value):
             value = max(value)
         return int(self.number(name, value, 0, 2**24))
 
     def numbers(self, name: str, value: Any) -> tuple[float, ...]:
-        """A list of numbers above 0."""
+        """Check a list of numbers above 0."""
         if not isinstance(value, list) or not value or any(isinstance(each, str) for each in value):
             self.refuse(f"{name}={value!r:.80} must be a list with one number for each pair")
         return tuple(self.number(f"{name}[{index}]", each, most=1e38) for index, each in enumerate(value))

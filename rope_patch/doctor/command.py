@@ -63,12 +63,12 @@ AGREED, OTHERWISE, UNREADABLE, NO_STDOUT = 0, 1, 2, 141
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Refuse in one line what argparse would explain in several."""
+        """Refuse with one line, where argparse would print several."""
         raise Unreadable(f"{message}; {self.prog} --help explains all options")
 
 
 def parser(program: str = "rope-doctor") -> argparse.ArgumentParser:
-    """The parser, with the name under which the command was called."""
+    """Build the parser, with the name under which the command was called."""
     made = _Parser(
         program,
         description=(__doc__ or "").replace("rope-patch doctor", program),
@@ -94,11 +94,12 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
     try:
         document, text, status = _answered(parser(program).parse_intermixed_args(_checked(words)))
         print(text if document is None else json.dumps(document, indent=2, allow_nan=False))
-        sys.stdout.flush()  # now, while a reader that went away can still be met
+        sys.stdout.flush()  # now, while a closed pipe can still be handled
     except SystemExit as end:  # after --help
         return int(end.code or 0)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would complain at its end
+        # else the interpreter would complain when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_STDOUT
     except (Unreadable, OSError) as error:
         print(f"{program.replace(' ', ': ')}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -107,7 +108,7 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
 
 
 def _answered(options: argparse.Namespace) -> tuple[dict[str, Any] | None, str, int]:
-    """The answer as JSON, if that was asked for, else in words; and the exit status."""
+    """Answer the command: as JSON if that was asked for, else in words; and the exit status."""
     options.checkpoints += options.model
     asked = [name for each in options.readers for name in each.split(",") if name]
     if options.all:
@@ -127,7 +128,7 @@ def _answered(options: argparse.Namespace) -> tuple[dict[str, Any] | None, str, 
 
 
 def _checked(words: Sequence[str]) -> Sequence[str]:
-    """The words, if they can be those of paths."""
+    """Check that the words can be paths, and return them."""
     for word in words:
         if "\0" in word or any("\ud800" <= sign <= "\udfff" for sign in word):
             raise Unreadable(f"{word!r:.200} contains a NUL character or a byte that is not UTF-8; leave it out")

@@ -1,4 +1,4 @@
-"""Whether two checkpoints say the same positions: trainer and rollout, adapters and base, a GGUF and its source."""
+"""Comparison of the positions of two checkpoints: trainer and rollout, adapters and base, a GGUF and its source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .words import by_type, said
 
 @dataclass(frozen=True)
 class Pair:
-    """Two reports, and where their positions part.
+    """Two reports, and the differences of their positions.
 
     Attributes:
         trained, served: what each config says.
@@ -30,12 +30,12 @@ class Pair:
 
     @property
     def agrees(self) -> bool:
-        """Whether both turn every pair alike."""
+        """Whether both checkpoints turn every pair alike."""
         return not self.differences and not self.records
 
 
 def compare(trained: Source, served: Source, asked: Iterable[str] = ()) -> Pair:
-    """Hold one checkpoint to another.
+    """Compare one checkpoint with another.
 
     Args:
         asked: readers for both, see `diagnose`.
@@ -56,7 +56,7 @@ def compare(trained: Source, served: Source, asked: Iterable[str] = ()) -> Pair:
 
 
 def words_of_pair(pair: Pair) -> str:
-    """The pair in plain English."""
+    """Put the comparison into plain English."""
     lines = []
     for report in (pair.trained, pair.served):
         lines += [f"{report.path} says", *(f"  {line}" for line in by_type(report.rotations))]
@@ -66,14 +66,14 @@ def words_of_pair(pair: Pair) -> str:
     if pair.records:
         lines.append("one of them has a scheme of rope_patch, in config.rope_patch, which the other lacks")
     if pair.differences:
-        lines += [f"the second parts from the first: {said(difference)}" for difference in pair.differences]
+        lines += [f"the second differs from the first: {said(difference)}" for difference in pair.differences]
     elif pair.agrees:
-        lines.append("both say the same positions")
+        lines.append("both state the same positions")
     return "\n".join(lines)
 
 
 def as_numbers_of_pair(pair: Pair) -> dict[str, Any]:
-    """The pair as JSON."""
+    """Convert the comparison to JSON."""
     return {
         "schema": 1,
         "agrees": pair.agrees,

@@ -1,4 +1,4 @@
-"""Where two readings of positions part: from which position on, and by how much."""
+"""Differences between readings of positions: from which position on, and by how much."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEEN = 0.01
 _UNCHECKED = "its code for this model decides what parameters by layer type are, and was not checked"
 
 _UNKNOWN = 4096
-"""Tokens that stand for the length of a text where the config has none."""
+"""The length of a text in tokens that is assumed if the config has none."""
 
 _FINE = 1.02
 """The ratio of one end of a stretch to the next, where frequencies follow the length."""
@@ -31,7 +31,7 @@ _FINE = 1.02
 
 @dataclass(frozen=True)
 class Difference:
-    """How two rotations of one layer type differ.
+    """The difference of two rotations of one layer type.
 
     Attributes:
         layer_type: empty if all layers are alike.
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one reader makes of a config, held to what the config says.
+    """The positions that one reader takes from a config, compared with what the config says.
 
     Attributes:
         reader: its name; `version` and `known` as in `Reader`.
@@ -79,7 +79,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Report:
-    """What a config says, and what readers make of it.
+    """The positions that a config states, and the reading of each program.
 
     Attributes:
         path: the file that was read.
@@ -100,7 +100,7 @@ class Report:
 
 
 def diagnose(source: Source, asked: Iterable[str] = ()) -> Report:
-    """What readers make of a config.
+    """Find out which positions readers take from a config.
 
     Args:
         source: what `read_source` found.
@@ -117,7 +117,7 @@ def diagnose(source: Source, asked: Iterable[str] = ()) -> Report:
 
 
 def called(asked: str) -> tuple[Reader, str]:
-    """The reader behind a word such as `vllm==0.10`, and the version.
+    """Resolve a word such as `vllm==0.10` to a reader and a version.
 
     Raises:
         Unreadable: there is no such reader.
@@ -157,7 +157,7 @@ def _reading(reader: Reader, version: str, source: Source, stated: Mapping[str, 
         reasons.append(_UNCHECKED)
     if source.record is not None:
         verdict = "differs"
-        reasons.append(f"it knows nothing of the scheme that config.rope_patch records{reader.record}")
+        reasons.append(f"it does not know the scheme that config.rope_patch records{reader.record}")
     sources = [each.source for each in (*found, *understood.possible)]
     if differences and not reasons:
         reasons, sources = [f"it takes {reader.takes}"], [reader.source]
@@ -192,7 +192,9 @@ def reach(rotation: Rotation) -> int:
 
 
 def differences_of(stated: Mapping[str, Rotation], found: Mapping[str, Rotation]) -> tuple[Difference, ...]:
-    """Where two readings of a config differ, by layer type; one rotation stands for all types that it is read for."""
+    """The differences of two readings of a config, by layer type; one rotation stands for all types that it is read
+    for.
+    """
     differences = []
     for kind in dict.fromkeys((*stated, *found)):
         one, other = stated.get(kind, stated.get(ALL)), found.get(kind, found.get(ALL))
@@ -206,7 +208,7 @@ def differences_of(stated: Mapping[str, Rotation], found: Mapping[str, Rotation]
 
 
 def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Difference | None:
-    """How a rotation differs from the one that is stated; None if both turn every pair alike.
+    """The difference of a rotation from the stated one; None if both turn every pair alike.
 
     Args:
         stated, found: what a config says, and what a reader or another config makes of it.
@@ -235,7 +237,7 @@ def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Differe
 
 
 def _described(stated: Rotation, found: Rotation) -> str:
-    """The settings that make a difference of angles, the first three."""
+    """Describe the settings that make a difference of angles, the first three."""
     names = ["rope_type", "theta", "partial"]
     if {stated.rope_type, found.rope_type} != {"default"}:
         names += ["factor", "trained"]
@@ -285,7 +287,7 @@ def _first(stated: Rotation, found: Rotation) -> int | None:
 
 
 def as_numbers(report: Report) -> dict[str, Any]:
-    """A report as JSON; `schema.json` describes it.
+    """Convert a report to JSON; `schema.json` describes it.
 
     Args:
         report: of one config.
@@ -315,7 +317,7 @@ def as_numbers(report: Report) -> dict[str, Any]:
 
 
 def as_difference(difference: Difference) -> dict[str, Any]:
-    """A difference as JSON."""
+    """Convert a difference to JSON."""
     return {
         "layer_type": difference.layer_type,
         "first_position": difference.first,
@@ -326,7 +328,7 @@ def as_difference(difference: Difference) -> dict[str, Any]:
 
 
 def _as_entry(rotation: Rotation) -> dict[str, Any]:
-    """The fields of a rotation that say something."""
+    """Convert a rotation to JSON, without the fields that its type does not use."""
     shown = {
         "rope_type": rotation.rope_type,
         "theta": rotation.theta,

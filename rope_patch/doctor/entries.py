@@ -1,4 +1,5 @@
-"""From the fields of a config to rotations: the spellings, the defaults of each architecture, and what is not allowed.
+"""The way from the fields of a config to rotations: spellings, the defaults of each architecture, and values that are
+not allowed.
 
 Where a config says one thing twice, programs differ in which one they take: a `Spelling` is such a choice.
 """
@@ -39,7 +40,7 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-"""Fields without which a rope type means nothing; that of `yarn` may be null."""
+"""Fields that a rope type needs; the factor of `yarn` may be null."""
 
 _NUMBERS = {
     "factor": (*_NEEDED, "proportional"),
@@ -50,7 +51,7 @@ _NUMBERS = {
 """The numbers of an entry, and the rope types that have them."""
 
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-"""Numbers of which 0 means that they are not given."""
+"""Numbers for which 0 counts as not given."""
 
 _FOR_OTHERS: Mapping[str, Mapping[str, float]] = {
     "short_mscale": {},
@@ -59,12 +60,12 @@ _FOR_OTHERS: Mapping[str, Mapping[str, float]] = {
     "max_trained_positions": {"least": 0.0, "most": MOST_TOKENS},
     "rope_dim": {"least": 2.0, "most": LARGEST_HEAD},
 }
-"""Numbers that other readers take, with their limits."""
+"""Numbers that other readers read, with their limits."""
 
 _LISTS = ("short_factor", "long_factor")
 
 ENTRY = ("rope_type", "rope_theta", "partial_rotary_factor", "truncate", ORIGINAL, *_NUMBERS, *_LISTS)
-"""Keys of an entry that Transformers takes for positions of text."""
+"""Keys of an entry that Transformers reads for positions of text."""
 
 KNOWN = frozenset(
     {
@@ -73,12 +74,12 @@ KNOWN = frozenset(
         *("finetuned", "max_position_embeddings", "llama_4_scaling_beta", *_FOR_OTHERS),
     }
 )
-"""Keys of an entry that some reader takes."""
+"""Keys of an entry that some reader reads."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Which of a config's words a program takes.
+    """The fields of a config that a program reads, and the order in which they win.
 
     Attributes:
         keys: the fields that it reads for the scaling, the first that is there and not empty wins.
@@ -110,7 +111,7 @@ TRANSFORMERS_5 = Spelling()
 
 @dataclass(frozen=True)
 class Stated:
-    """What a config says.
+    """The positions that a config states.
 
     Attributes:
         rotations: by layer type.
@@ -124,7 +125,7 @@ class Stated:
 
 
 def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
-    """What a config says, taken by one spelling.
+    """Read the rotations that a config states, under one spelling.
 
     Args:
         source: what `read_source` found.
@@ -137,7 +138,7 @@ def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
 
 
 class _Reader:
-    """One reading of one config; the notes of `checked` grow on the way."""
+    """One reading of one config; it adds to the notes of `checked`."""
 
     def __init__(self, source: Source, spelling: Spelling) -> None:
         self.source, self.spelling, self.fields = source, spelling, source.fields
@@ -159,7 +160,9 @@ class _Reader:
         return Stated(rotations, tuple(dict.fromkeys(self.checked.notes)), entries)
 
     def _architecture(self) -> Architecture:
-        """The defaults; llama.cpp names other architectures, and takes no size by default."""
+        """The defaults of the config's architecture; llama.cpp names other architectures, and takes no size by
+        default.
+        """
         found = architecture_of(self.source.model_type) if self.source.kind == "config" else None
         if found is None and self.source.kind == "config":
             self.checked.notes.append(
@@ -194,7 +197,7 @@ class _Reader:
         return {kind: each for kind, each in nested.items() if each is not None}
 
     def _entries_of_kinds(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """As `_entries`, of an architecture whose layer types have thetas of their own."""
+        """Like `_entries`, for an architecture whose layer types have thetas of their own."""
         if self.own.split:
             return self._split(next(iter(given.values()), {}))
         entries: dict[str, Any] = {} if given else dict(self.own.rope_parameters)
@@ -217,9 +220,9 @@ class _Reader:
         return {kind: entry for kind, entry in entries.items() if entry is not None}
 
     def _split(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        """The two entries of DeepSeek V4 (`DeepseekV4Config.__post_init__` of 5.23). If both are named, they take what
-        they leave out from the top, except that `default` alone rotates whole heads. Else the parameters are of the
-        compressed keys, with theta and share from the top, and YaRN without a temperature.
+        """The two entries of DeepSeek V4 (`DeepseekV4Config.__post_init__` of 5.23). If both are named, fields that
+        they leave out come from the top, except that `default` alone rotates whole heads. Else the parameters belong to
+        the compressed keys, with theta and share from the top, and YaRN without a temperature.
         """
         share = self.fields.get(PARTIAL[0])
         unsaid = self._partial({}, "", "default", self._head_dim("")) if share is None else share
@@ -239,7 +242,7 @@ class _Reader:
         return {main: {PARTIAL[0]: unsaid}, compress: {**scaling, PARTIAL[0]: unsaid}}
 
     def _by_type(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
-        """The parts of an entry that are named by a layer type; null is a layer without positions."""
+        """The parts of an entry that are named by a layer type; null means a layer without positions."""
         listed = self.fields.get("layer_types")
         listed = [name for name in listed if str(name).isidentifier()] if isinstance(listed, list) else []
         names = {*self.own.kinds, *LAYER_TYPES, *listed}
@@ -341,14 +344,14 @@ class _Reader:
         return width
 
     def _size(self, name: str) -> int:
-        """A size under the name that the architecture has for it; 0 if it is not there."""
+        """A size under the name that the architecture has for it; 0 if the config lacks it."""
         for each in (self.own.names.get(name, name), name):
             if self.fields.get(each) is not None:
                 return self.checked.size(each, self.fields[each])
         return 0
 
     def _of_layer(self, kind: str) -> Mapping[str, Any]:
-        """What `per_layer_config` has for the first layer of a type."""
+        """The fields that `per_layer_config` has for the first layer of a type."""
         layers, types = self.fields.get("per_layer_config"), self.fields.get("layer_types")
         if not isinstance(layers, dict) or not isinstance(types, list) or kind not in types:
             return {}
@@ -396,7 +399,7 @@ class _Reader:
             if entry[name] == 0 and name in _MAY_BE_ZERO and entry[name] is not False:
                 self.checked.notes.append(f"{name}={entry[name]!r:.40} counts as not given")
                 continue
-            least = 0.0 if name == "attention_factor" else None  # of which Transformers computes 0, too
+            least = 0.0 if name == "attention_factor" else None  # Transformers also computes with 0
             found[name] = self.checked.number(name, entry[name], least=least)
         return found
 

@@ -31,7 +31,7 @@ _KEPT = 4096  # entries of an array that are kept; vocabularies are longer and h
 
 
 def fields_of_gguf(path: Path) -> dict[str, Any]:
-    """The config that a GGUF file states, with the names of Transformers, and `gguf` with its own names.
+    """Read the config that a GGUF file states, with the names of Transformers, and `gguf` with its own names.
 
     Raises:
         Unreadable: it is truncated, or of a version that is not known.
@@ -77,7 +77,7 @@ def fields_of_gguf(path: Path) -> dict[str, Any]:
 
 
 def _temperature(stated: Mapping[str, Any], factor: Any) -> float | None:
-    """The factor on cos and sin under YaRN; None where it follows from the factor.
+    """The factor on cos and sin under YaRN; None if it follows from the factor.
 
     llama.cpp multiplies its own 0.1 ln k + 1 by `attn_factor`, except under DeepSeek's `yarn_log_multiplier`, where it
     scales the scores instead.
@@ -91,7 +91,7 @@ def _temperature(stated: Mapping[str, Any], factor: Any) -> float | None:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-    """The settings, and the number of floats and the place of each tensor that is a list of float32."""
+    """Read the settings, and for each tensor that is a list of float32 its number of floats and its place."""
     magic, version = file.read(4), _one(file, "I")
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"version {version}; 2 and 3 are known")
@@ -160,7 +160,7 @@ def _skipped(file: BinaryIO, size: int) -> None:
 
 
 def _go(file: BinaryIO, place: int) -> None:
-    """Go to a byte of the file; places beyond its end are found when something is read there."""
+    """Seek a byte of the file; a place beyond its end is found when something is read there."""
     if place >= 2**62:
         raise struct.error(f"it names byte {place}")
     file.seek(place)

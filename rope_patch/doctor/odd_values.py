@@ -1,4 +1,4 @@
-"""Values that the newest Transformers computes with, and that other programs may refuse or take otherwise."""
+"""Odd values that the newest Transformers computes with, and that other programs may refuse or read otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sources import Source
 
 
 def notes_on_odd_values(source: Source, rotations: Mapping[str, Rotation]) -> tuple[str, ...]:
-    """A sentence for each odd value, once."""
+    """Write a sentence for each odd value, once."""
     said = [note for rotation in rotations.values() for note in _of_numbers(rotation)]
     said += [
         f"{ORIGINAL}={entry[ORIGINAL]} is a float, not an integer"

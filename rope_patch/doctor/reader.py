@@ -1,4 +1,4 @@
-"""A reader of configs: a program, what it takes from a config, and how its versions deviate, each with a source."""
+"""A reader of configs: a program, the fields that it reads, and the deviations of its versions, each with a source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXACT = 1e-5
 
 @dataclass(frozen=True)
 class Layer:
-    """The layers of one type, as far as a reader has taken them.
+    """The layers of one type, with the rotation that a reader has derived so far.
 
     Attributes:
         rotation: what it computes so far.
@@ -40,7 +40,7 @@ Change = Callable[[Layer], "Rotation | None"]
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """The versions of a program for which something holds; by default all.
+    """The versions of a program for which a fact holds; by default all.
 
     Attributes:
         since, until: the first version that does so, and the first that does not any more; empty for all.
@@ -54,7 +54,7 @@ class Versions:
     ended: str = ""
 
     def holds_for(self, version: str, newest: str) -> bool | None:
-        """Whether it holds for a version; None where that cannot be told.
+        """Whether the fact holds for a version; None if that cannot be told.
 
         Args:
             newest: the version that the table has. A version that cannot be ordered, such as a commit, may be any.
@@ -70,7 +70,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Deviation(Versions):
-    """One thing that a program computes otherwise than the config says.
+    """One computation of a program that differs from what the config says.
 
     Attributes:
         words: what it does, as the end of a sentence that begins with "it".
@@ -95,7 +95,7 @@ class Deviation(Versions):
 
 @dataclass(frozen=True)
 class Limit(Versions):
-    """A program that limits texts to `max_position_embeddings`, though the scaling reaches further.
+    """A limit of a program: it limits texts to `max_position_embeddings`, though the scaling reaches further.
 
     Attributes:
         types: rope types that it is about.
@@ -108,7 +108,7 @@ class Limit(Versions):
 
 @dataclass(frozen=True)
 class Understood:
-    """What a reader makes of a config.
+    """The positions that a reader takes from a config.
 
     Attributes:
         rotations: by layer type.
@@ -125,7 +125,7 @@ class Understood:
 
 @dataclass(frozen=True)
 class Reader:
-    """The facts about one program.
+    """The facts about one program that reads configs.
 
     Attributes:
         name: as people call it.
@@ -162,7 +162,9 @@ class Reader:
     unknown: str = ""
 
     def understood(self, source: Source, version: str = "") -> Understood:
-        """What a version of the program computes for a config; by default the newest that is known here."""
+        """Compute the positions that a version of the program takes from a config; by default the newest that is known
+        here.
+        """
         version = version or self.version
         try:
             stated = rotations_of(source, self.spelling)
@@ -171,13 +173,13 @@ class Reader:
             return Understood({}, refusal=str(error))
 
     def knows_layers_of(self, model_type: str) -> bool:
-        """Whether it is known what it makes of parameters by layer type in a model of this `model_type`."""
+        """Whether the table knows how the program reads parameters by layer type in a model of this `model_type`."""
         known = any(model_type.startswith(name.removesuffix("*")) for name in self.by_layer)
         return known and model_type not in self.unchecked
 
     def limit(self, source: Source, rotation: Rotation, version: str = "") -> int | None:
-        """The longest text that it takes, in tokens, where it cuts the type of a `rotation` of a `source`; else None.
-        The `version` is by default the newest that is known here.
+        """The longest text that the program takes, in tokens, if it limits the type of a `rotation` of a `source`; else
+        None. The `version` is by default the newest that is known here.
         """
         version = version or self.version
         for each in self.limits:

@@ -14,12 +14,12 @@ NEED_L = ("yarn", "llama3", "longrope")
 """Types whose formula contains L, `original_max_position_embeddings`."""
 
 TYPES = ("default", "linear", "dynamic", *NEED_L, "proportional")
-"""The rope types whose formulas are here."""
+"""The rope types whose formulas are implemented here."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """What one reader computes for the layers of one type.
+    """The rotation that one reader computes for the layers of one type.
 
     Attributes:
         rope_type: one of `TYPES`.
@@ -61,21 +61,23 @@ class Rotation:
 
     @property
     def width(self) -> int:
-        """Dimensions over which the frequencies are spread: all of the head under `proportional`."""
+        """The number of dimensions over which the frequencies are spread: all of the head under `proportional`."""
         return self.head_dim if self.rope_type == "proportional" else int(self.head_dim * self.partial)
 
     @property
     def trained(self) -> int:
-        """L in tokens; `max_position_embeddings` where the config names no L."""
+        """The original length L in tokens; `max_position_embeddings` if the config names no L."""
         return self.original or self.longest
 
     def plain(self, theta: float | None = None) -> list[float]:
-        """theta_i = b^(-2i/d) of each pair (RoFormer, section 3.2.2), under another base if it is given."""
+        """The frequencies theta_i = b^(-2i/d) of each pair (RoFormer, section 3.2.2), under another base if it is
+        given.
+        """
         base = self.theta if theta is None else theta
         return [base ** (-index / self.width) for index in range(0, self.width, 2)]
 
     def frequencies(self, length: int = 0) -> list[float]:
-        """Radians that each pair turns from one position to the next.
+        """The angle in radians that each pair turns from one position to the next.
 
         Args:
             length: of the text in tokens; `dynamic` and `longrope` follow it.
@@ -83,7 +85,7 @@ class Rotation:
         return _FREQUENCIES[self.rope_type](self, length)
 
     def temperature(self) -> float:
-        """The factor on cos and sin; every score has its square."""
+        """The factor on cos and sin; every score is multiplied by its square."""
         if self.rope_type == "yarn":
             return self._of_yarn()
         if self.rope_type == "longrope":
@@ -119,7 +121,7 @@ class Rotation:
 
 
 def _scale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 m ln k + 1 (YaRN, equation 22, with DeepSeek's m)."""
+    """The temperature 0.1 m ln k + 1 (YaRN, equation 22, with DeepSeek's m)."""
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -128,26 +130,26 @@ def _default(rotation: Rotation, length: int) -> list[float]:
 
 
 def _linear(rotation: Rotation, length: int) -> list[float]:
-    """theta_i / k (PI, equation 4)."""
+    """Frequencies theta_i / k (PI, equation 4)."""
     return [each / rotation.factor for each in rotation.plain()]
 
 
 def _proportional(rotation: Rotation, length: int) -> list[float]:
-    """The first pairs of the whole head turn, the others do not."""
+    """Frequencies of which only the first pairs of the whole head turn; the others are 0."""
     turning = int(rotation.partial * rotation.head_dim // 2)
     pairs = rotation.plain()[: rotation.head_dim // 2]
     return [each / rotation.factor if index < turning else 0.0 for index, each in enumerate(pairs)]
 
 
 def _dynamic(rotation: Rotation, length: int) -> list[float]:
-    """NTK with a base that grows with the text, from `max_position_embeddings` on."""
+    """Frequencies of NTK with a base that grows with the text, from `max_position_embeddings` on."""
     longest, k, width = rotation.longest, rotation.factor, rotation.width
     growth = k * max(length, longest) / longest - (k - 1)
     return rotation.plain(rotation.theta * growth ** (width / (width - 2)))
 
 
 def _yarn(rotation: Rotation, length: int) -> list[float]:
-    """theta_i / k r_i + theta_i (1 - r_i), with a ramp r over the dimensions (YaRN, section 3.2)."""
+    """Frequencies theta_i / k r_i + theta_i (1 - r_i), with a ramp r over the dimensions (YaRN, section 3.2)."""
     width, pairs = rotation.width, rotation.plain()
 
     def dimension(rotations: float) -> float:
@@ -164,7 +166,9 @@ def _yarn(rotation: Rotation, length: int) -> list[float]:
 
 
 def _llama3(rotation: Rotation, length: int) -> list[float]:
-    """theta_i (s + (1 - s)/k), s the turns within L between the two factors; a step where they are equal (Llama 4)."""
+    """Frequencies theta_i (s + (1 - s)/k), where s follows the turns within L between the two factors; a step if they
+    are equal (Llama 4).
+    """
     low, high, k = rotation.low_freq_factor, rotation.high_freq_factor, rotation.factor
 
     def scaled(theta: float) -> float:
@@ -176,7 +180,7 @@ def _llama3(rotation: Rotation, length: int) -> list[float]:
 
 
 def _longrope(rotation: Rotation, length: int) -> list[float]:
-    """theta_i / lambda_i, with the long list for texts beyond L."""
+    """Frequencies theta_i / lambda_i, with the long list for texts beyond L."""
     factors = rotation.long_factor if length > rotation.trained else rotation.short_factor
     return [theta / factor for theta, factor in zip(rotation.plain(), factors)]  # noqa: B905
 

@@ -1,4 +1,4 @@
-"""What lies on disk: a folder, a `config.json`, or a GGUF file, as the fields of the text model's config."""
+"""Sources of configs on disk: a folder, a `config.json`, or a GGUF file, as the fields of the text model's config."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LARGEST = 64 * 2**20
 """Bytes of the largest config that is read; published ones have up to a few hundred kilobytes."""
 
 INNER = ("text_config", "llm_config", "language_config", "language_model", "thinker_config", "decoder")
-"""Names under which a config contains that of its text model."""
+"""Names under which a config contains the config of its text model."""
 
 RECORD = "rope_patch"
 """The key under which rope_patch records a scheme that is not among the rope types."""
 
 
 class Aside(str):
-    """A note that leaves no doubt about the positions, such as where they were found."""
+    """A note that raises no doubt about the positions, such as where they were found."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source:
 
 
 def read_source(path: str | Path) -> Source:
-    """The config of a folder, of a JSON file or of a GGUF file.
+    """Read the config of a folder, of a JSON file or of a GGUF file.
 
     A folder of adapters is read by its base, if that is a folder here.
 
@@ -101,7 +101,9 @@ def _of_folder(folder: Path) -> Source:
         for place in (Path(str(base)), folder / str(base)) if base else ():
             if (place / "config.json").is_file():
                 source = _of_json(place / "config.json")
-                return replace(source, whole=source.whole | {RECORD: settings.get(RECORD, source.record)})
+                beside = folder / f"{RECORD}.json"  # older adapters have the record in their settings
+                recorded = (_parsed(beside) if beside.is_file() else settings).get(RECORD, source.record)
+                return replace(source, whole=source.whole | {RECORD: recorded})
         raise Unreadable(
             f"{folder} has adapters of {base!r:.200}, which is no folder here; pass the folder of the base"
         )
@@ -128,7 +130,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise Unreadable(f"{path} has {path.stat().st_size} bytes; a config has at most {LARGEST}")
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+    except (ValueError, RecursionError) as error:  # also raised for bytes that are not UTF-8
         raise Unreadable(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise Unreadable(f"{path} contains a {type(found).__name__}; a config is an object with named fields")

@@ -1,4 +1,6 @@
-"""The configs of a repository: which are those of text models, and whether programs read them as they are written."""
+"""A survey of the configs in a repository: which belong to text models, and whether programs read them as they are
+written.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from .sources import LARGEST, Aside, read_source
 from .words import words_of
 
 CONFIGS = "**/config.json"
-"""The pattern of the files that are checked where none are named."""
+"""The pattern of the files that are checked if none are named."""
 
 ROTARY = (
     *("rope_theta", "rope_scaling", "rope_parameters", "rotary_dim", "rotary_pct", "rotary_emb_base"),
@@ -24,14 +26,14 @@ ROTARY = (
 """Fields that only a model with rotary positions has."""
 
 SHAPE = ("max_position_embeddings", "num_attention_heads", "hidden_size", "n_head", "n_embd", "text_config")
-"""Fields that a model may have, if `model_type` is beside them."""
+"""Fields that mark a text model if `model_type` is beside them."""
 
 _ELSEWHERE = {"node_modules", "site-packages"}  # folders with files of other projects
 
 
 @dataclass(frozen=True)
 class Found:
-    """One file.
+    """A file that a survey found, with its report or the reason why it has none.
 
     Attributes:
         path: as it was found, relative to the working directory unless a pattern was absolute.
@@ -53,7 +55,7 @@ class Found:
 
 
 def is_clear(report: Report) -> bool:
-    """Whether every reader computes all texts as the config says, and the config says it once."""
+    """Whether every reader computes all texts as the config says, and no note raises a doubt about it."""
     doubts = [note for note in report.notes if not isinstance(note, Aside)]
     return not doubts and all(reading.verdict == "agrees" for reading in report.readings)
 
@@ -69,12 +71,12 @@ def survey(patterns: Iterable[str], asked: Sequence[str] = ()) -> list[Found]:
         Unreadable: a pattern matches no file, or there is no such reader.
     """
     for name in asked:
-        called(name)  # or every file would be refused for it
+        called(name)  # checked first, else every file would be refused for it
     return [_found(path, asked) for path in files_of(patterns)]
 
 
 def files_of(patterns: Iterable[str]) -> list[str]:
-    """Files that patterns match, each once; hidden folders and installed packages are left out.
+    """The files that patterns match, each once; hidden folders and installed packages are left out.
 
     Raises:
         Unreadable: a pattern matches no file.
@@ -105,7 +107,9 @@ def _found(path: str, asked: Sequence[str]) -> Found:
 
 
 def _is_of_a_text_model(path: str) -> bool:
-    """Whether a file is worth reading, also if it is damaged: others are named `config.json`, too."""
+    """Whether a file looks like the config of a text model, also if it is damaged; other files are named `config.json`,
+    too.
+    """
     with open(path, "rb") as file:
         content = file.read(LARGEST)
 
@@ -118,7 +122,9 @@ def _is_of_a_text_model(path: str) -> bool:
 
 
 def words_of_survey(found: Sequence[Found]) -> str:
-    """A line for each file that all read alike or that was skipped, a report for every other, and the sums."""
+    """Print the survey: a line for each file that all read alike or that was skipped, a report for every other, and the
+    sums.
+    """
     return "\n".join([*map(_words, found), "", _sums(found)])
 
 
@@ -146,7 +152,7 @@ def _sums(found: Sequence[Found]) -> str:
 
 
 def as_numbers_of_survey(found: Sequence[Found]) -> dict[str, Any]:
-    """The survey as JSON; `schema.json` describes it."""
+    """Convert the survey to JSON; `schema.json` describes it."""
     return {
         "schema": 1,
         "agrees": all(each.status(strict=False) == 0 for each in found),

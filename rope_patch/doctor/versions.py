@@ -1,4 +1,4 @@
-"""Which of two versions of a program comes first."""
+"""The order of two versions of a program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_ordered(version: str) -> bool:
 
 
 def older(one: str, other: str) -> bool:
-    """Whether a version comes before another, number by number; what leads up to a release comes before it."""
+    """Whether a version comes before another, number by number; a pre-release comes before its release."""
     pairs = zip_longest(_numbers(one), _numbers(other), fillvalue=0)
     different = next(((a, b) for a, b in pairs if a != b), None)
     return _leads_up(one) and not _leads_up(other) if different is None else different[0] < different[1]

@@ -12,13 +12,13 @@ _WIDE = 26
 
 
 def words_of(report: Report) -> str:
-    """What the config says, then a paragraph for each reader."""
+    """Write a report: the positions that the config states, then a paragraph for each reader."""
     wide = max([_WIDE, *(len(_name(reading)) for reading in report.readings)])
     return "\n".join([*_config(report), *(line for reading in report.readings for line in _reader(reading, wide))])
 
 
 def stated(rotation: Rotation) -> str:
-    """A rotation in one line."""
+    """Describe a rotation in one line."""
     said = [rotation.rope_type, f"theta = {rotation.theta:.10g}"]
     if rotation.rope_type != "default" and rotation.factor != 1:
         said.append(f"factor = {rotation.factor:g}")
@@ -35,7 +35,7 @@ def stated(rotation: Rotation) -> str:
 
 
 def by_type(rotations: Mapping[str, Rotation]) -> Iterator[str]:
-    """A line for each layer type."""
+    """Describe the rotation of each layer type, one line each."""
     for kind, rotation in rotations.items():
         yield f"{kind}: {stated(rotation)}" if kind else stated(rotation)
 
@@ -76,7 +76,7 @@ _VERDICTS = {
 
 
 def said(difference: Difference) -> str:
-    """A difference in one line."""
+    """Describe a difference in one line."""
     where = f"{difference.layer_type} " if difference.layer_type else ""
     angles = ", ".join(f"{angle:.3g} at {length}" for length, angle in difference.angles.items() if angle)
     largest = f"; largest angle in radians: {angles}" if angles else ""

@@ -1,4 +1,4 @@
-"""The family that all pictures belong to, and among them loss against length, and heat maps of answers."""
+"""Charts of loss against length and heat maps of answers, and the shared look of all pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.errors import require
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, CUT, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, WINDOW, display_name
 from rope_patch.evaluation.standard_errors import loss_error
 from rope_patch.evaluation.tables import Grid, Series, failed_within, headline, is_far, label
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too pale for a line on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A4FA3", "#8C6D31")
 MARKERS = "osD^vPX*"
-INK, FAINT = "#222222", "#777777"  # of what is to be read first, and of the rest
-WIDTH = 5.2  # of every picture in inches: words are as large as the text beside it, and can be read on a phone
-SIZE = 9  # of every word in points, and of titles 2 more
-NAMED = 8  # how many lines of the close-up have room for their names
-CLOSEST = 3  # how many lines beside the references the close-up shows from end to end
+INK, FAINT = "#222222", "#777777"  # colours of the text to read first, and of the rest
+WIDTH = 5.2  # inches of every picture: its words are as large as the text beside it, and legible on a phone
+SIZE = 9  # points of every word; titles have 2 more
+NAMED = 8  # the number of lines of the close-up with room for their names
+CLOSEST = 3  # the number of lines, besides the references, that the close-up shows from end to end
 
 
 def blank(width: float, height: float, **settings: Any) -> Figure:
-    """An empty white figure in inches, of which pyplot knows nothing.
+    """Make an empty white figure, its size in inches, that pyplot does not know.
 
     Raises:
         MissingPackage: there is no matplotlib.
@@ -41,7 +41,7 @@ def blank(width: float, height: float, **settings: Any) -> Figure:
 
 
 def sheet(title: str, caption: str, height: float, rows: int = 1, columns: int = 1, **panels: Any) -> Any:
-    """An empty figure, as high in inches as its panels are to be, and its axes, one after another.
+    """Make an empty figure and return it with its axes, one after another; `height` in inches is that of the panels.
 
     Args:
         title: the subject, in a few words.
@@ -59,7 +59,7 @@ def sheet(title: str, caption: str, height: float, rows: int = 1, columns: int =
 
 
 def write(figure: Figure, path: str | Path) -> Path:
-    """A PNG of 256 colours, twice as fine as a screen; the same picture is the same bytes."""
+    """Write a PNG of 256 colours at 200 dots per inch; the same picture gives the same bytes."""
     from PIL import Image
 
     drawn = io.BytesIO()
@@ -74,7 +74,7 @@ def save(rows: Sequence[Row], path: str | Path, **settings: Any) -> Path:
 
 
 def figure(rows: Sequence[Row], **settings: Any) -> Figure:
-    """`loss_lines` of rows, or `heat_maps` where a task has answers.
+    """Draw `loss_lines` of rows, or `heat_maps` if the task has answers.
 
     Raises:
         EvaluationError: the rows are not of one model, text and protocol.
@@ -85,10 +85,10 @@ def figure(rows: Sequence[Row], **settings: Any) -> Figure:
 
 
 def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") -> Figure:
-    """The chart: x is the context length in multiples of L (log 2), y the loss, and bands are its standard errors.
+    """Draw loss (y) against context length in multiples of L (x, log 2), with bands of standard errors.
 
-    Below it, where attention cut at L or the text cut to L is among the lines, NLL minus that of the cut with the
-    errors of this difference: beneath zero, what lies beyond L helps to predict the same tokens. Attention cut at L is
+    Below it, where the sliding window or truncated text is among the lines, NLL minus that of this reference with the
+    errors of this difference: beneath zero, what lies beyond L helps to predict the same tokens. The sliding window is
     left out where it lost its sinks. Of a training, the first measurement of a scheme is dotted, and of the others the
     last is shown.
     """
@@ -96,7 +96,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     trained = grid.any.training_length
     close_up = len(grid.series) > 1 and any(one.line == grid.baseline for one in grid.series)
     shown = [one for one in grid.series if one.step is None or one.step in {0, *grid.steps(one.line)[-1:]}]
-    shown = [one for one in shown if not (one.line == CUT and grid.lost_its_sinks)]
+    shown = [one for one in shown if not (one.line == WINDOW and grid.lost_its_sinks)]
     bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
     notes = [f"Model: {Path(grid.any.model).name}, trained at L = {trained}", *grid.notes()]
     notes += [bands] if grid.any.nll_by_document[1:] else []
@@ -117,7 +117,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     if close_up:
         low, high = close_range({one: pairs for one, pairs in apart.items() if one.line != grid.baseline})
         axes[1].set_ylim(low, high)
-        axes[1].set_ylabel("nats above the cut")
+        axes[1].set_ylabel("nats above the reference")
         axes[1].axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     scale_lengths(axes[0], multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
     axes[0].set_ylabel("NLL, nats per token")
@@ -130,7 +130,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
 
 
 def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
-    """A heat map for each scheme: percent of correct answers, depth or task down, length across.
+    """Draw a heat map for each scheme: percent of correct answers, depth or task down, length across.
 
     The control with nothing hidden is below the depths, and steps show where what is hidden is farther than L.
     """
@@ -179,7 +179,9 @@ def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
 
 
 def name_lines(chart: Any, lines: Mapping[str, Any]) -> None:
-    """Write the name of each line at its end, in its colour, and no name over another; the limits have to stand."""
+    """Write the name of each line at its end, in its colour, so that no two names overlap; the limits must be set
+    before.
+    """
     chart.figure.draw_without_rendering()
     height = chart.get_window_extent().height * 72 / chart.figure.dpi
     ends = {}
@@ -210,7 +212,8 @@ def name_lines(chart: Any, lines: Mapping[str, Any]) -> None:
 
 
 def close_range(apart: Mapping[Series, Sequence[tuple[float, float]]]) -> tuple[float, float]:
-    """From where to where the close-up shows differences from the cut: zero, every gain, and the closest lines whole.
+    """The limits of the close-up of differences from the baseline: they include zero, every gain, and the closest lines
+    whole.
 
     Args:
         apart: the differences and their errors by series, without the cut.
@@ -227,7 +230,7 @@ def close_range(apart: Mapping[Series, Sequence[tuple[float, float]]]) -> tuple[
 
 
 def scale_lengths(chart: Any, multiples: Sequence[float], labels: Sequence[str]) -> None:
-    """Length in multiples of L (log 2), with ticks at these, the training length marked."""
+    """Scale the length axis in multiples of L (log 2), with ticks at the lengths, and mark the training length."""
     from matplotlib.ticker import NullLocator
 
     chart.set_xscale("log", base=2)
@@ -239,7 +242,7 @@ def scale_lengths(chart: Any, multiples: Sequence[float], labels: Sequence[str])
 
 
 def tidy(chart: Any) -> None:
-    """Faint lines across, no box around, and words of one size."""
+    """Draw faint lines across and no box around, with words of one size."""
     chart.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     chart.set_axisbelow(True)
     chart.tick_params(length=0, labelsize=SIZE, colors=INK)
@@ -250,7 +253,7 @@ def tidy(chart: Any) -> None:
 
 
 def plot_band(chart: Any, at: Sequence[float], values: Sequence[tuple[float, float]], **style: Any) -> Any:
-    """A line with a light band of its errors."""
+    """Plot a line with a light band of its errors."""
     middle, errors = zip(*values, strict=True)
     (line,) = chart.plot(at, middle, **style)
     low, high = ([value + side * error for value, error in values] for side in (-1, 1))
@@ -260,7 +263,9 @@ def plot_band(chart: Any, at: Sequence[float], values: Sequence[tuple[float, flo
 
 
 def _style(series: Series, grid: Grid) -> dict[str, Any]:
-    """The references are dashed without markers, and no two of the others alike; before a training they are dotted."""
+    """The style of a line: references are dashed without markers, no two of the others look alike, and the line before
+    a training is dotted.
+    """
     if series.line in COMPARED:
         colour, style = INK if series.line == grid.baseline else "#8A8A8A", "-." if series.line in CONTROLS else "--"
         return {"color": colour, "linestyle": style, "linewidth": 1.6, "zorder": 2}

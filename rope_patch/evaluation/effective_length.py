@@ -1,4 +1,4 @@
-"""How far a scheme answers questions about what it read: its effective length."""
+"""The effective length of a scheme: the longest text about which it still answers questions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from statistics import fmean
 
 from rope_patch.evaluation.row import Row
 
-SHARE = 0.85  # of the best score at the shortest lengths
+SHARE = 0.85  # the share of the best score at the shortest lengths that still counts
 NEAR_NOTHING = 0.1  # with a lower score within the training length, the checkpoint cannot do the task
 
 
 @dataclass(frozen=True)
 class EffectiveLength:
-    """In tokens, and from where to where it is within two errors; `base` is the best score at the shortest lengths."""
+    """An effective length in tokens, with the bounds `low` and `high` within two errors; `base` is the best score at
+    the shortest lengths.
+    """
 
     length: int
     low: int
@@ -55,7 +57,9 @@ def effective_length(rows: Sequence[Row]) -> EffectiveLength | None:
 
 
 def variance_of(cell: Sequence[Row]) -> float:
-    """Of the mean of shares p of n questions: p (1 - p) / n each, with two right and two wrong ones more (Agresti)."""
+    """The variance of the mean of shares p of n questions: p (1 - p) / n each, with two right and two wrong answers
+    added (Agresti).
+    """
     variances = []
     for row in cell:
         asked = (row.trials or len(row.scores or [0])) + 4

@@ -1,4 +1,4 @@
-"""The model `rope_patch` of EleutherAI's lm-evaluation-harness: its `hf` with one argument more, `scheme=`.
+"""The model `rope_patch` of EleutherAI's lm-evaluation-harness: its `hf` with one more argument, `scheme=`.
 
     lm_eval --model rope_patch --model_args "pretrained=DIR,scheme=rerope:window=16384+logn" --tasks ruler
     python -m rope_patch.evaluation.lm_eval --model rope_patch ...
@@ -46,11 +46,11 @@ NAME = "rope_patch"
 ELSEWHERE = ("autogptq", "gptqmodel", "delta")
 """Arguments of `hf` with which it loads weights past `from_pretrained`, so that no scheme would reach them."""
 
-_say = logging.getLogger(f"lm_eval.{NAME}").info  # with the harness's own lines
+_say = logging.getLogger(f"lm_eval.{NAME}").info  # logged among the harness's own lines
 
 
 class RopePatchLM(HFLM):
-    """A checkpoint under a scheme. All other arguments are those of lm-eval's `hf`.
+    """A checkpoint under a scheme, as a model of lm-eval. All other arguments are those of its `hf`.
 
     Args:
         pretrained: a folder, a Hub ID, a GGUF file or a folder of PEFT adapters. Remote code is never run.
@@ -90,7 +90,7 @@ class RopePatchLM(HFLM):
         elif kind_of_checkpoint(pretrained, subfolder=kwargs.get("subfolder")) == "adapters":
             peft, pretrained = pretrained, base_of(pretrained)
         if peft is not None:
-            kind_of_checkpoint(peft)  # or its clear error
+            kind_of_checkpoint(peft)  # raises a clear error if it is no checkpoint
         super().__init__(pretrained, max_length=max_length, tokenizer=tokenizer, peft=peft, **kwargs)
         stack = MeasuredModel(self._model).stacks[0]
         handle = find_handle(self._model)
@@ -101,7 +101,7 @@ class RopePatchLM(HFLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """The harness's own facts for its results, and `scheme`, `training_length` and `max_length`."""
+        """Add `scheme`, `training_length` and `max_length` to the harness's own facts for its results."""
         return {**super().get_model_info(), **self._facts, "max_length": self.max_length}
 
     def _get_config(self, pretrained: str, *, revision: str = "main", subfolder: str = "", **_: Any) -> None:
@@ -128,7 +128,9 @@ class RopePatchLM(HFLM):
 
 
 def _read_scheme(scheme: Any, others: Mapping[str, Any]) -> Any:
-    """The scheme as `patch` takes it; `others` are arguments, of which none may be one of its fields."""
+    """Read the scheme in the form that `patch` takes; `others` are further arguments, of which none may be one of its
+    fields.
+    """
     if isinstance(scheme, dict) and "name" in scheme:
         return scheme_from_dict(scheme)
     if not isinstance(scheme, str):
@@ -150,7 +152,7 @@ def _read_scheme(scheme: Any, others: Mapping[str, Any]) -> Any:
 
 
 def _bring_under(model: nn.Module, scheme: Any) -> None:
-    """Patch a loaded model, in place, under a scheme that replaces what it was saved under; None keeps that."""
+    """Patch a loaded model, in place, under a scheme that replaces the one it was saved under; None keeps that one."""
     handle = find_handle(model)
     if scheme is None:
         return
@@ -175,8 +177,8 @@ def _bring_under(model: nn.Module, scheme: Any) -> None:
 
 
 def main() -> None:
-    """The command of lm-eval, in which this model has a name."""
-    import lm_eval.models  # which registers its own  # noqa: F401
+    """Run the command of lm-eval with the model `rope_patch` registered."""
+    import lm_eval.models  # registers the harness's own models  # noqa: F401
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
 

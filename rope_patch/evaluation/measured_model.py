@@ -23,7 +23,7 @@ from rope_patch.schemes.target import resolved
 
 @dataclass(frozen=True)
 class Learned:
-    """A checkpoint's learned parameters under a scheme that was removed: by name, of any shape."""
+    """The learned parameters that a checkpoint had under a scheme that was removed: by name, of any shape."""
 
     scheme: Scheme
     values: dict[str, torch.Tensor]
@@ -70,11 +70,11 @@ class MeasuredModel:
 
     @property
     def training_length(self) -> int:
-        """L in tokens: what the checkpoint reads today."""
+        """The length L in tokens that the checkpoint reads today."""
         return self.stacks[0].max_length
 
     def carries(self, scheme: Scheme | None) -> bool:
-        """Whether a scheme is the carried one, with or without its defaults filled in."""
+        """Whether a scheme is the one that the model carries, with or without its defaults filled in."""
         if self.carried is None or scheme is None:
             return False
         carried, checkpoints = self.carried.scheme, [stack.checkpoint for stack, _ in self.carried.mounted]
@@ -85,7 +85,7 @@ class MeasuredModel:
         model = self.language_model
         return {
             "model": name or getattr(model.config, "name_or_path", "") or type(model).__name__,
-            # of the language model only, whose parameters have the same names within any wrapper
+            # only the language model's, because its parameters have the same names within any wrapper
             "weights": self.learned.weights if self.learned else weights_fingerprint(model),
             "training_length": self.training_length,
             "dtype": str(model.dtype).removeprefix("torch."),

@@ -14,7 +14,7 @@ from rope_patch.models.head import find_language_model, head_alone
 def chunked_nll(
     model: nn.Module, input_ids: torch.Tensor, targets: torch.Tensor, rows_per_chunk: int = 128
 ) -> torch.Tensor:
-    """-ln p(target | everything before it), in float32, for the last positions of the input.
+    """Compute -ln p(target | everything before it), in float32, for the last positions of the input.
 
     The stack runs once, over the whole length. The head, whose memory would grow with length x vocabulary, sees only
     the scored positions, a chunk at a time. Within `context_parallel` the processes share the row, and all of them

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def joined(cpu: bool = False) -> PartialState:
-    """The state of this process; the first call decides whether processes compute on the CPU."""
+    """Join the processes and return the state of this one; the first call decides whether they compute on the CPU."""
     return PartialState(cpu=cpu or not torch.accelerator.is_available())
 
 
@@ -40,7 +40,7 @@ def on_main(action: Callable[[], Result]) -> Result:
 
 
 def over_processes(function: Callable[[Item], Result], items: Sequence[Item], model: nn.Module) -> list[Result]:
-    """`[function(item) for item in items]`, with the items divided over the processes.
+    """Map a function over items, like `[function(item) for item in items]`, with the items divided over the processes.
 
     If FSDP2 shards the weights of the model, or processes share each row, all must make the same calls, so each works
     on all items.
@@ -63,5 +63,5 @@ def over_processes(function: Callable[[Item], Result], items: Sequence[Item], mo
 
 
 def sharded(model: nn.Module) -> Any:
-    """The outermost module whose weights FSDP2 shards over processes, if there is one."""
+    """The outermost module whose weights FSDP2 shards over processes; None without one."""
     return next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None)

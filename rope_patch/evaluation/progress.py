@@ -1,4 +1,4 @@
-"""How far a measurement is, and about how much is left."""
+"""The progress of a measurement, with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class Progress:
         self._bar.set_description(name, refresh=False)
 
     def skip(self) -> None:
-        """The cell is known from an earlier run."""
+        """Skip the cell, because an earlier run has measured it."""
         self._bar.total -= self._costs[self._number - 1]
 
     def update(self, size: int) -> None:
-        """This process has read a context of the cell."""
+        """Count a context of the cell that this process has read."""
         self._bar.update(min(self._at_once * self._cost(size), self._bar.total - self._bar.n))
 
     def found(self, rows: Sequence[Row]) -> None:
-        """What was measured in the cell: its losses, or its shares of correct answers."""
+        """Print the results of the cell: its losses, or its shares of correct answers."""
         if self._lines:
             found = (f"loss {row.loss:.3f}" if math.isnan(row.share) else f"{row.share:.0%} right" for row in rows)
             elapsed, left = map(tqdm.format_interval, (self._bar.format_dict["elapsed"], self.left()))
@@ -77,7 +77,7 @@ class Progress:
             print(f"{told}; {elapsed} elapsed, about {left} left", file=sys.stderr, flush=True)
 
     def left(self) -> float:
-        """Estimate of the remaining seconds."""
+        """Estimate the remaining time in seconds."""
         done = self._bar.n
         return max(0.0, self._bar.total - done) * self._bar.format_dict["elapsed"] / done if done else 0.0
 

@@ -1,4 +1,4 @@
-"""One row for whatever is measured, as a line of JSON: an interrupted run loses none, and measures none twice."""
+"""A row of results, one line of JSON for any measurement: an interrupted run loses none, and measures none twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = (
 """The fields that identify a measurement: rows that agree in them are the same measurement."""
 
 VALUES = ("nll", "accuracy", "score")
-"""What a task may measure: every row has at least one of them."""
+"""The fields that a task may measure: every row has at least one of them."""
 
 _AT_LEAST_ONE = ("length", "training_length", "trials")
 _SHARES = ("accuracy", "exact", "control_accuracy", "control_exact", "chosen_share", "depth", "score", "scores")
@@ -37,7 +37,7 @@ _SHARES = ("accuracy", "exact", "control_accuracy", "control_exact", "chosen_sha
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One cell of a table, with all data that it depends on. A task leaves the fields that it does not have at None.
+    """One cell of a table, with all data that it depends on. Fields that a task does not have stay None.
 
     Attributes:
         model: a name for tables; `weights` is the fingerprint of its parameters.
@@ -73,7 +73,7 @@ class Row:
     regime: str = "training-free"
     mount: str = "none"
     step: int | None = None
-    task: str = "perplexity"  # what rows of old files have that name none
+    task: str = "perplexity"  # the task of rows in old files, which name none
     seconds: float | None = None
     tokens_per_second: float | None = None
     dtype: str = ""
@@ -117,7 +117,7 @@ class Row:
 
     @property
     def loss(self) -> float:
-        """NLL in nats per token; NaN if the task has none."""
+        """The NLL in nats per token; NaN if the task has none."""
         return math.nan if self.nll is None else self.nll
 
     @property
@@ -128,22 +128,22 @@ class Row:
 
     @staticmethod
     def key_of(fields: Mapping[str, Any]) -> str:
-        """The key of a row, also before it is measured."""
+        """The key of a row from its fields, also before it is measured."""
         names = KEY if fields.get("step") is None else ("line", "step", "length")  # one file belongs to one training
         return json.dumps([fields.get(name) for name in names], sort_keys=True)
 
     def key(self) -> str:
-        """The identity of the measurement."""
+        """The key that identifies the measurement."""
         return self.key_of(vars(self))
 
     def to_json(self) -> str:
-        """One line, without the fields that are None; a number that is not finite is null."""
+        """Write the row as one line of JSON, without fields that are None; a number that is not finite becomes null."""
         fields = {name: _finite(value) for name, value in vars(self).items() if value is not None}
         return json.dumps(fields, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Row:
-        """The row of a line; unknown fields are ignored.
+        """Read a row from a line of JSON; unknown fields are ignored.
 
         Raises:
             ValueError, TypeError: the line is not a row.
@@ -159,7 +159,7 @@ class Row:
         check_types(fields, _types())
         for name in filter(fields.get, _SHARES):
             values = fields[name] if isinstance(fields[name], list) else [fields[name]]
-            if any(value < 0 or value > 1 for value in values):  # one that was not measured is NaN
+            if any(value < 0 or value > 1 for value in values):  # a value that was not measured is NaN
                 raise ValueError(f"{name}={fields[name]!r:.80} must be from 0 to 1")
         for name in _AT_LEAST_ONE:
             if fields.get(name) is not None and fields[name] < 1:
@@ -179,12 +179,12 @@ def _finite(value: Any) -> Any:
 
 
 def by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each line of a table, in its order."""
+    """Group the rows by line of the table, in its order."""
     return {line: [row for row in rows if row.line == line] for line in dict.fromkeys(row.line for row in rows)}
 
 
 class Rows:
-    """Rows on disk. Every `append` reaches the disk before it returns.
+    """A file of rows. Every `append` reaches the disk before it returns.
 
     A truncated last line is dropped, and a missing folder is created. Several runs may append to one file, each of them
     whole lines.
@@ -209,22 +209,24 @@ class Rows:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows in the file when it was opened and those appended since; with equal keys only the last."""
+        """All rows: the ones in the file when it was opened, and the ones appended since; with equal keys only the
+        last.
+        """
         return list(self._rows.values())
 
     def find(self, key: str) -> Row | None:
-        """The row with this key, if there is one."""
+        """The row with this key; None without one."""
         return self._rows.get(key)
 
     def recall(self, fields: Mapping[str, Any]) -> Row | None:
-        """The same measurement from an earlier run, with the current names of line and text."""
+        """Find the same measurement from an earlier run, and give it the current names of line and text."""
         row = self.find(Row.key_of(fields))
         return row and dataclasses.replace(
             row, **{name: fields[name] for name in ("line", "text", "asked") if name in fields}
         )
 
     def append(self, row: Row) -> None:
-        """Write one row; on failure the file ends with the previous row."""
+        """Write one row; if that fails, the file still ends with the previous row."""
         line = row.to_json().encode() + b"\n"
         with self.path.open("ab", buffering=0) as file:  # one write, so that lines of two runs never mix
             end = file.seek(0, os.SEEK_END)

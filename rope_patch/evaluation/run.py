@@ -101,7 +101,9 @@ def _measure(
     rows: Rows | None,
     bar: Progress,
 ) -> list[Row]:
-    """The rows of a cell, also written to `rows`; `scores` has what earlier cells of this pass share with it."""
+    """Measure the rows of a cell, and write them to `rows`; `scores` holds scores shared with earlier cells of this
+    pass.
+    """
     key, number = Row.key_of(wanted[0]), {id(item): place for place, item in enumerate(cell.items)}
     unfinished = None if rows is None or joined().num_processes > 1 else Unfinished(rows.path)
 
@@ -116,7 +118,7 @@ def _measure(
     scores.update(zip(map(id, new), over_processes(score, new, model), strict=True))
     seconds = time.perf_counter() - began
     speed: dict[str, Any] = {}
-    if unfinished is None or not unfinished.recalled:  # else a part of the time passed in another run
+    if unfinished is None or not unfinished.recalled:  # else a part of the time was spent in another run
         speed["seconds"] = round(seconds, 3)
         speed["tokens_per_second"] = round(sum(task.size(item) for item in new) / seconds, 1)
 
@@ -136,7 +138,9 @@ def _measure(
 def _recall(
     wanted: Sequence[dict[str, Any]], rows: Rows | None, same_as: dict[str, Any] | None, measured: Sequence[Row]
 ) -> list[Row] | None:
-    """The rows of a cell, if an earlier run has all of them, or this run the row with the same scores."""
+    """The rows of a cell without measuring, if an earlier run has all of them, or this run has a row with the same
+    scores.
+    """
     recalled = [row for fields in wanted if rows is not None and (row := rows.recall(fields))]
     if len(recalled) == len(wanted):
         return recalled
@@ -154,7 +158,7 @@ def _written(measured: list[Row], rows: Rows | None) -> list[Row]:
 
 
 def _new_sizes(task: Task, cells: Sequence[Cell]) -> list[list[int]]:
-    """The sizes of the items of each cell that no earlier cell has."""
+    """The sizes of the items in each cell that no earlier cell has, in tokens."""
     seen: set[int] = set()
     sizes = []
     for cell in cells:

@@ -18,14 +18,14 @@ from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, sch
 from rope_patch.schemes.reach import shortened
 from rope_patch.schemes.target import reached, resolved
 
-PLAIN, CUT = "plain", "window"  # the plain checkpoint, and its attention cut at the training length
-TEXT_CUT, NEAR = "cut", "near"  # the plain checkpoint on the text cut to L, and with what `repeat` repeats inside L
-CONTROLS = (TEXT_CUT, NEAR)  # lines that the plain checkpoint fills once, because they do not depend on the length
-REFERENCES = (PLAIN, CUT)  # a useful scheme must beat both
+PLAIN, WINDOW = "plain", "window"  # the plain checkpoint, and its attention cut at the training length
+TRUNCATED, NEAR = "cut", "near"  # the plain checkpoint on truncated text, and with what `repeat` repeats inside L
+CONTROLS = (TRUNCATED, NEAR)  # lines that the plain checkpoint fills once, because they do not depend on the length
+REFERENCES = (PLAIN, WINDOW)  # a useful scheme must beat both
 COMPARED = (*REFERENCES, *CONTROLS)  # lines that are no schemes
 LONG = 60  # characters of a spec that tables and charts show whole
 
-_NAMES = {PLAIN: "plain checkpoint", CUT: "attention cut at L", TEXT_CUT: "text cut to L", NEAR: "passage inside L"}
+_NAMES = {PLAIN: "plain checkpoint", WINDOW: "sliding window", TRUNCATED: "truncated text", NEAR: "passage inside L"}
 
 
 def display_name(line: str | Scheme) -> str:
@@ -50,7 +50,7 @@ def display_name(line: str | Scheme) -> str:
 
 
 def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) -> Scheme | None:
-    """The scheme of a line at one length, which replaces `target=auto`.
+    """Build the scheme of a line at one length, with the length in the place of `target=auto`.
 
     Args:
         spec: `plain` or a control, which return None, or a spec for `get_scheme`, such as `yarn:target=auto`.
@@ -70,16 +70,16 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
 
 
 def with_references(schemes: Sequence[str], references: Sequence[str] = REFERENCES) -> tuple[str, ...]:
-    """The lines of a table, with missing references in front, and the text cut to L behind the plain checkpoint.
+    """Complete the lines of a table: missing references come first, and truncated text behind the plain checkpoint.
 
     Raises:
         RopePatchError: a scheme is misspelled; this is checked before a model is loaded.
     """
     missing = [line for line in references if line not in schemes]
     lines = [*missing, *schemes]
-    if TEXT_CUT in missing and PLAIN in schemes:
-        lines.remove(TEXT_CUT)
-        lines.insert(lines.index(PLAIN) + 1, TEXT_CUT)  # so that it takes the row of the plain checkpoint at L
+    if TRUNCATED in missing and PLAIN in schemes:
+        lines.remove(TRUNCATED)
+        lines.insert(lines.index(PLAIN) + 1, TRUNCATED)  # so that it takes the row of the plain checkpoint at L
     for line in lines:
         scheme_at(line, 1)
     return tuple(lines)
@@ -103,7 +103,7 @@ def check_lengths(lengths: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class SchemeAtLength:
-    """One measurement under one patch."""
+    """A scheme at one length, to be measured under one patch."""
 
     line: str
     scheme: Scheme | None  # None is the plain checkpoint
@@ -123,7 +123,8 @@ class SchemeAtLength:
 def schemes_at_lengths(
     schemes: Sequence[str | Scheme], lengths: Sequence[int], model: MeasuredModel
 ) -> list[SchemeAtLength]:
-    """Every scheme at every length, with all defaults filled in, checked against the model before anything runs.
+    """Pair every scheme with every length, with all defaults filled in, and check each against the model before
+    anything runs.
 
     Raises:
         EvaluationError: there are no schemes, or duplicates, or a length exceeds the model's position table.
@@ -146,7 +147,7 @@ def schemes_at_lengths(
     idle = {job.line: job.length for job in jobs if job.idle and job.line not in REFERENCES}
     for line, longest in idle.items():
         if longest > model.training_length or longest == lengths[-1]:
-            plain = "its rows up to there are those of the plain checkpoint"
+            plain = "its rows up to there equal those of the plain checkpoint"
             warnings.warn(
                 f"{line} changes nothing in texts of up to {longest} tokens: {plain}", RopePatchWarning, stacklevel=3
             )

@@ -21,7 +21,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class SideBySide(Scheme):
-    """Every row of a batch has the static frequencies of a scheme of its own."""
+    """A scheme that gives every row of a batch the static frequencies of a scheme of its own."""
 
     name = "side_by_side"
     length_dependent = True  # so that frequencies may differ by row
@@ -29,7 +29,7 @@ class SideBySide(Scheme):
     schemes: tuple[Scheme, ...]
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """As of `Scheme`, `(len(schemes), d/2)`."""
+        """The frequencies of each scheme, `(len(schemes), d/2)`; arguments as in `Scheme`."""
         each = [scheme.frequencies(rotary) for scheme in self.schemes]
         device = None if length is None else length.device
         temperatures = torch.tensor([[float(one.attention_scaling)] for one in each], device=device)
@@ -39,7 +39,7 @@ class SideBySide(Scheme):
 def measure_together(
     model: MeasuredModel, task: Protocol, length: int, schemes: Sequence[Scheme], rows: Rows, name: str
 ) -> list[Row]:
-    """The rows that `run` gives for schemes of static frequencies, from one forward for each context.
+    """Measure schemes of static frequencies together, one forward for each context; the rows equal those of `run`.
 
     Args:
         schemes: as many contexts have to fit into memory.

@@ -1,4 +1,5 @@
-"""Is a difference more than noise? Differences are paired by text, because a hard text is hard for both.
+"""Standard errors, and tests whether a difference is more than noise. Differences are paired by text, because a hard
+text is hard for both.
 
 The error of n documents is s / sqrt(n). With fewer than 8 documents it is that of their windows, or of blocks of
 adjacent windows, and allows for what neighbours share (`error_of_neighbours`). It describes only these documents.
@@ -18,13 +19,13 @@ from rope_patch.data.windows import FEW
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.row import Row
 
-FEW_TOKENS = 100  # of those that a protocol chose: with fewer nothing is claimed
-TAIL = statistics.NormalDist().cdf(-2)  # of a normal distribution, beyond two errors on one side
+FEW_TOKENS = 100  # with fewer tokens chosen by a protocol, nothing is claimed
+TAIL = statistics.NormalDist().cdf(-2)  # the share of a normal distribution beyond two errors on one side
 SHARED = 0.33  # correlation of neighbours for which `error_of_neighbours` is unbiased, amid those of 0 to 0.5
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """s / sqrt(n) of independent values; None for fewer than two, or if one is not finite."""
+    """The standard error s / sqrt(n) of independent values; None for fewer than two, or if one is not finite."""
     return statistics.stdev(values) / len(values) ** 0.5 if _usable(values) else None
 
 
@@ -33,7 +34,7 @@ def _usable(values: Sequence[float]) -> bool:
 
 
 def error_of_neighbours(values: Sequence[float]) -> float | None:
-    """The error of the mean of windows in the order of their text, so that +-2 errors cover it in 95 % of texts.
+    """The standard error of the mean over neighbouring windows of a text, so that +-2 errors cover it in 95 % of texts.
 
         e = t_q / 2 sqrt(sum_j b_j^2 / (n sum_j f_j)),  j = 1, ..., q
         b_j = sqrt(2 / n) sum_i x_i cos(pi j (i + 1/2) / n)
@@ -63,7 +64,7 @@ def _freedom_of_neighbours(n: int) -> int:
 
 
 def loss_error(row: Row) -> float | None:
-    """The error of a loss, over documents or over neighbouring windows; None where it has no more than one."""
+    """The standard error of a loss, over documents or over neighbouring windows; None if there is only one."""
     return _error(row, row.nll_by_document)
 
 
@@ -77,7 +78,7 @@ def _by_document(row: Row) -> bool:
 
 
 def paired_difference(row: Row, reference: Row) -> tuple[float, float | None]:
-    """NLL of one row minus that of another on the same texts, and the error of this difference.
+    """The NLL of one row minus that of another on the same texts, and the standard error of this difference.
 
     Raises:
         EvaluationError: the rows have different texts.
@@ -86,7 +87,7 @@ def paired_difference(row: Row, reference: Row) -> tuple[float, float | None]:
 
 
 def contrast(*terms: tuple[int, Row]) -> tuple[float, float | None]:
-    """A sum of losses on the same texts, each times its sign, and the error of this sum.
+    """A signed sum of losses on the same texts, and the standard error of this sum.
 
     Raises:
         EvaluationError: the rows have different texts.
@@ -101,7 +102,7 @@ def contrast(*terms: tuple[int, Row]) -> tuple[float, float | None]:
 
 
 def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
-    """Whether a loss is below another one on the same texts by more than noise.
+    """Whether a loss is below another loss on the same texts by more than noise.
 
     Args:
         tries: how many rows this one is the best of.
@@ -111,7 +112,7 @@ def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
 
 
 def best_of_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
-    """The encoding of each length that is below every other by more than noise, paired by seed, where there is one.
+    """The best encoding of each length, if it is below every other by more than noise, paired by seed.
 
     Args:
         rows: with `encoding`, `length`, `seed` and `nll`; NaN or None where a training failed.
@@ -137,12 +138,13 @@ def _below_zero(differences: Sequence[float], tries: int) -> bool:
 
 
 def tells_nothing(row: Row) -> bool:
-    """Whether a protocol that scores only some tokens found too few of them."""
+    """Whether a protocol that scores only some tokens found too few tokens for a conclusion."""
     return row.chosen_share is not None and (row.scored_tokens or 0) < FEW_TOKENS
 
 
 def noise_of(row: Row, tries: int = 1) -> float:
-    """How many errors of this row noise exceeds to one side in 2.3 % of texts at most: two, or more if units are few.
+    """The number of standard errors of this row that noise exceeds on one side in at most 2.3 % of texts: two, or more
+    if units are few.
 
     Args:
         tries: of how many this is the best; the winner of many looks better than it is (Bonferroni's correction).
@@ -156,8 +158,8 @@ def noise_of(row: Row, tries: int = 1) -> float:
 
 @cache
 def student(tail: float, freedom: int) -> float:
-    """The t beyond which Student's distribution has this share on one side: sqrt(freedom) tan(angle), where the density
-    of the angle is in proportion to cos(angle)^(freedom - 1).
+    """The quantile t of Student's distribution with this share beyond it on one side: sqrt(freedom) tan(angle), where
+    the density of the angle is in proportion to cos(angle)^(freedom - 1).
     """
     angles = np.linspace(0, np.pi / 2, 200_001)
     density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)
@@ -166,7 +168,7 @@ def student(tail: float, freedom: int) -> float:
 
 
 def pairs_of(row: Row) -> str:
-    """The units of standard errors: `12 documents`, or `16 windows of 1 document`."""
+    """Name the units of standard errors: `12 documents`, or `16 windows of 1 document`."""
     number = len(row.nll_by_document)
     if number == row.documents:
         return counted(number, "document")

@@ -1,4 +1,4 @@
-"""Rows as a table for the terminal, and the values that charts share with it."""
+"""Rows as a table for the terminal, and values that charts share with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rope_patch.data.windows import FEW
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import COMPARED, CUT, NEAR, TEXT_CUT, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, NEAR, TRUNCATED, WINDOW, display_name
 from rope_patch.evaluation.standard_errors import (
     FEW_TOKENS,
     is_below,
@@ -34,11 +34,11 @@ from rope_patch.evaluation.verdict import copies, with_text_cut
 
 _REGIMES = {
     "fine-tune": ("†", "made to be fine-tuned; measured here without"),
-    "from-scratch": ("‡", "made to be trained with from scratch; measured here without"),
+    "from-scratch": ("‡", "made for training from scratch; measured here without"),
 }
 
-LOST_MARK = "§"  # of attention cut at L that lost its sinks
-LOST = 0.1  # nats above the text cut to L from which on attention cut at L counts as another model
+LOST_MARK = "§"  # marks the sliding window that lost its sinks
+LOST = 0.1  # nats above truncated text from which on the sliding window counts as another model
 WIDE = 120  # columns of a table without a terminal
 
 
@@ -49,7 +49,8 @@ def print_table(rows: Sequence[Row], console: Console | None = None, what: str =
 
 
 def table(rows: Sequence[Row], width: int = WIDE, what: str = "the answers") -> RenderableType:
-    """Schemes by lengths, for `rich` to print: losses, or shares of correct answers where a task has them.
+    """Build the table of schemes by lengths, for `rich` to print: losses, or shares of correct answers if the task has
+    them.
 
     Args:
         width: in columns.
@@ -65,7 +66,7 @@ def table(rows: Sequence[Row], width: int = WIDE, what: str = "the answers") -> 
 
 
 class Series(NamedTuple):
-    """A line of a table: a scheme, and after how many steps of a training, if there is one."""
+    """A line of a table: a scheme, and the step of its training, if there is one."""
 
     line: str
     step: int | None
@@ -73,7 +74,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Losses by series and length, checked to belong together."""
+    """A table of losses by series and length, checked to belong together."""
 
     series: tuple[Series, ...]  # lines in the order of the rows, the steps of each ascending
     lengths: tuple[int, ...]  # ascending, in tokens
@@ -81,7 +82,7 @@ class Grid:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Grid:
-        """Arrange rows.
+        """Arrange rows by series and length.
 
         Raises:
             EvaluationError: there are none, or they do not belong together.
@@ -107,24 +108,26 @@ class Grid:
 
     @property
     def any(self) -> Row:
-        """Any row, for the fields that all rows share."""
+        """An arbitrary row, for the fields that all rows share."""
         return next(iter(self.rows.values()))
 
     @property
     def baseline(self) -> str:
         """The line that losses are compared with."""
         protocol = PROTOCOLS.get(self.any.protocol or "")
-        chosen = protocol.baseline if protocol else CUT
-        return TEXT_CUT if chosen == CUT and self.lost_its_sinks else chosen
+        chosen = protocol.baseline if protocol else WINDOW
+        return TRUNCATED if chosen == WINDOW and self.lost_its_sinks else chosen
 
     def row(self, series: Series | str, length: int) -> Row | None:
-        """The row of one cell, if it was measured; of a line without its step, the row before any training."""
+        """The row of one cell; None if it was not measured. Without a step it is the row before any training."""
         if isinstance(series, str):
             series = next((one for one in self.series if one.line == series), Series(series, None))
         return self.rows.get((series, length))
 
     def cell(self, series: Series, length: int) -> str:
-        """NLL of one cell with three decimals, starred if it is below every other of its column by more than noise."""
+        """Format the NLL of one cell with three decimals, starred if it is below every other of its column by more than
+        noise.
+        """
         row = self.row(series, length)
         rivals = [self.row(one, length) for one in self.series if one != series and one.line != NEAR]
         others = [rival for rival in rivals if rival and not math.isnan(rival.loss)]
@@ -133,12 +136,14 @@ class Grid:
         return f"{shown}*" if best else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
-        """NLL minus that of the baseline, and the standard error of the difference; NaN if one is missing."""
+        """The NLL minus that of the baseline, and the standard error of the difference; NaN if one is missing."""
         row, cut = self.row(series, length), self.row(self.baseline, length)
         return paired_difference(row, cut) if row and cut else (math.nan, None)
 
     def below(self, series: Series, length: int, between: str = " ") -> str:
-        """The text below a cell: the difference from the baseline with its error; for that, the error of its loss."""
+        """The text below a cell: its difference from the baseline with the standard error; for the baseline, the error
+        of its loss.
+        """
         row, (difference, error) = self.row(series, length), self.apart(series, length)
         if row is None:
             return ""
@@ -147,33 +152,35 @@ class Grid:
         return f"{signed(difference)}{between}{plus_minus(error)}"
 
     def steps(self, line: str) -> list[int]:
-        """After how many steps a line was measured, ascending."""
+        """The training steps after which a line was measured, ascending."""
         return [one.step for one in self.series if one.line == line and one.step is not None]
 
     def name(self, series: Series) -> str:
-        """The name of a series, with its step, and with a dagger if the scheme needs a training that it had not."""
+        """The name of a series, with its step, and with a dagger if the scheme needs a training that it did not
+        have.
+        """
         if series.step:
             return f"{display_name(series.line)}, {counted(series.step, 'step')}"
         regime = next(row.regime for (one, _), row in self.rows.items() if one == series)
-        lost = series.line == CUT and self.lost_its_sinks
+        lost = series.line == WINDOW and self.lost_its_sinks
         name = " ".join([display_name(series.line), *_REGIMES.get(regime, ())[:1], *([LOST_MARK] if lost else [])])
         return f"{name}, before" if len(self.steps(series.line)) > 1 else name
 
     @cached_property
     def lost_its_sinks(self) -> bool:
-        """Whether attention cut at L is no reference, because the model needs the first tokens of a text.
+        """Whether the sliding window is a poor reference, because the model needs the first tokens of a text.
 
         Source: Xiao et al., 2309.17453 (attention sinks).
         """
-        cut, text_cut = (self.row(line, self.lengths[-1]) for line in (CUT, TEXT_CUT))
+        cut, text_cut = (self.row(line, self.lengths[-1]) for line in (WINDOW, TRUNCATED))
         if not cut or not text_cut:
             return False
         difference, error = paired_difference(cut, text_cut)
         return error is not None and difference >= max(LOST, 4 * error)
 
     def _doubts(self, row: Row) -> Iterator[str]:
-        """What to know of the table of this row, its longest: few tokens, and references that are missing or mean
-        nothing; one sentence each.
+        """Doubts about the table of this row, its longest, one sentence each: few tokens, and references that are
+        missing or mean nothing.
         """
         if row.chosen_share is not None:
             count = counted(row.scored_tokens or 0, "token")
@@ -181,19 +188,19 @@ class Grid:
             share = f"{row.chosen_share:.1%} of the last {row.targets} of the windows"
             yield f"{count}, {share}{few}; others: the rest of these"
         protocol, trained = PROTOCOLS.get(row.protocol or "last"), row.training_length
-        cut, text_cut, near = (self.row(line, row.length) for line in (CUT, TEXT_CUT, NEAR))
-        if protocol and TEXT_CUT in protocol.references and not text_cut and (row.targets or 0) > trained:
-            yield f"no line for the text cut to L: {trained} tokens have no room for {row.targets} targets"
+        cut, text_cut, near = (self.row(line, row.length) for line in (WINDOW, TRUNCATED, NEAR))
+        if protocol and TRUNCATED in protocol.references and not text_cut and (row.targets or 0) > trained:
+            yield f"no line for truncated text: {trained} tokens have no room for {row.targets} targets"
         if cut and text_cut and self.lost_its_sinks:
             yield (
-                f"{LOST_MARK} attention cut at L is {_apart(cut, text_cut)} from the text cut to L: it has lost the "
+                f"{LOST_MARK} the sliding window is {_apart(cut, text_cut)} from truncated text: it has lost the "
                 "first tokens, which this checkpoint needs"
             )
         schemes = [other for other in self.rows.values() if other.line not in COMPARED]
         if near and text_cut and not copies(near, text_cut, schemes):
             yield (
                 f"this means nothing: with the passage inside L the plain checkpoint predicts its copy "
-                f"{_apart(near, text_cut)} from the text cut to L, so it cannot copy"
+                f"{_apart(near, text_cut)} from truncated text, so it cannot copy"
             )
 
     def notes(self) -> list[str]:
@@ -229,12 +236,12 @@ def shortfalls(row: Row) -> list[str]:
 
 
 def signed(difference: float) -> str:
-    """Three decimals, and no minus before a zero."""
+    """Format a number with its sign and three decimals, and without a minus before a zero."""
     return f"{round(difference, 3) + 0.0:+.3f}"
 
 
 def plus_minus(error: float | None) -> str:
-    """A standard error, or a question mark without one."""
+    """Format a standard error, or a question mark without one."""
     return "±?" if error is None else f"±{error:.3f}"
 
 
@@ -244,8 +251,8 @@ def _apart(row: Row, reference: Row) -> str:
 
 
 def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
-    """NLL in nats per token, with the best of each column starred, and below it the difference from attention cut at L
-    with its standard error, on two lines if `width` columns are too few.
+    """Build the table of losses in nats per token. The best of each column is starred; below each loss stands its
+    difference from the sliding window with the standard error, on two lines if `width` columns are too few.
     """
     grid = Grid.from_rows(rows)
     trained = grid.any.training_length
@@ -292,7 +299,7 @@ def headline(rows: Sequence[Row], what: str) -> str:
 
 
 def failed_within(rows: Sequence[Row]) -> dict[str, float]:
-    """Tasks that no scheme can do at the longest length within the training length, with their best score."""
+    """The tasks that no scheme can do at the longest length within the training length, with their best score."""
     best: dict[str, tuple[int, float]] = {}
     for row in rows:
         if row.length <= row.training_length:
@@ -301,18 +308,19 @@ def failed_within(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def label(task: str, failed: dict[str, float]) -> str:
-    """The task, and whether its rows mean anything."""
+    """The name of a task, with a remark if its rows mean nothing."""
     return f"{task}\n(means nothing)" if task in failed else task
 
 
 def is_far(row: Row) -> bool:
-    """Whether attention cut at L does not see what is hidden."""
+    """Whether the hidden passage lies beyond the reach of the sliding window."""
     return row.distance is not None and row.distance >= row.training_length
 
 
 def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
-    """Percent of correct answers. Where something is hidden at several depths: means over all of them, over those that
-    attention cut at L does not see, and of the control with nothing hidden; else task by task, ± the standard error.
+    """Build the table of correct answers in percent. For a passage hidden at several depths it has means over all
+    depths, over the depths that the sliding window does not see, and of the control with nothing hidden; else a line
+    for each task, ± the standard error.
     """
     sections: dict[str, Callable[[Row], float | None]]
     failed, by_depth = failed_within(rows), rows[0].depth is not None
@@ -342,6 +350,6 @@ def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
     reach = [f"effective length, the longest with {SHARE:.0%} of the best score within L (NoLiMa, 2502.05167):"]
     for line, of_line in lines.items():
         found = effective_length(of_line)
-        told = f"{found}, of {found.base:.0%} within L" if found else "none, the task is not done within L"
+        told = f"{found}, of {found.base:.0%} within L" if found else "none: the task fails even within L"
         reach.append(f"  {display_name(line)}: {told}")
     return Group(Text(headline(rows, what), style="bold"), shown, *map(Text, reach))

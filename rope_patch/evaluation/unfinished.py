@@ -1,4 +1,4 @@
-"""Scores of a row that is not complete: what a stop leaves of the contexts that take minutes each."""
+"""Scores of a row that is not complete: a stopped run keeps the contexts that take minutes each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from rope_patch.json_files import read_object, read_rows
 
 WORTH = 20.0
-"""Seconds from which on the scores of one context are kept; what takes less is measured again."""
+"""Seconds from which on the scores of one context are kept; a faster context is measured again."""
 
 
 class Unfinished:
-    """Losses of single contexts, in a file beside the rows, until their row is written.
+    """A file beside the rows with the losses of single contexts, until their row is written.
 
     Attributes:
         recalled: how many scores came from the file.
@@ -41,7 +41,7 @@ class Unfinished:
 
     def scored(self, key: str, item: int, compute: Callable[[], Any]) -> Any:
         """The score of the context with this number in the row with this key: the kept losses, float64, `(targets,)`,
-        or what `compute` gives, which is kept if it is such a tensor and took long.
+        or the result of `compute`, which is kept if it is such a tensor and took long.
         """
         if (line := self._lines.get((key, item))) is not None:
             self.recalled += 1
@@ -56,7 +56,7 @@ class Unfinished:
         return score
 
     def forget(self, key: str) -> None:
-        """Take out the contexts of a row that is written; the last one takes the file along."""
+        """Delete the contexts of a row that is written; after the last one, delete the file."""
         left = {place: line for place, line in self._lines.items() if place[0] != key}
         if len(left) == len(self._lines):
             return

@@ -1,4 +1,4 @@
-"""What a measurement comes to, in one or two sentences, and the command to run next."""
+"""Verdicts: the conclusion from a measurement in one or two sentences, and the command to run next."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from statistics import NormalDist, fmean
 
 from rope_patch.data.windows import FEW
 from rope_patch.errors import counted
-from rope_patch.evaluation.effective_length import effective_length, variance_of
+from rope_patch.evaluation.effective_length import EffectiveLength, effective_length, variance_of
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import COMPARED, CONTROLS, CUT, NEAR, PLAIN, REFERENCES, TEXT_CUT, display_name
+from rope_patch.evaluation.scheme_specs import (
+    COMPARED,
+    CONTROLS,
+    NEAR,
+    PLAIN,
+    REFERENCES,
+    TRUNCATED,
+    WINDOW,
+    display_name,
+)
 from rope_patch.evaluation.standard_errors import (
     TAIL,
     contrast,
@@ -25,14 +34,14 @@ from rope_patch.evaluation.standard_errors import (
 )
 from rope_patch.evaluation.tasks.perplexity import PROTOCOLS
 
-CHEAPER = "It is cheaper to cut the text to L."
+CHEAPER = "It is cheaper to truncate the text to L."
 COPIES = 0.1  # nats that a passage inside L must be worth to a checkpoint that can copy
-FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` can be told from chance
+FEW_COPIES = 4  # windows from which on the large differences of protocol `repeat` stand out from noise
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A conclusion.
+    """A conclusion from measured rows, with the next command.
 
     Attributes:
         kind: `better` or `worse` than the reference by more than noise, `noise`, `too few` windows to tell, `nothing`
@@ -47,25 +56,27 @@ class Verdict:
 
 
 def with_text_cut(rows: Sequence[Row]) -> list[Row]:
-    """The rows, and those of the text cut to L behind the plain checkpoint's, which give them where old files do not.
+    """Add the rows of truncated text, derived from the plain checkpoint's, to the rows of an old file that lacks
+    them.
 
-    The text cut to L is the plain checkpoint at L, or at a length below L, on the same targets.
+    Truncated text is the plain checkpoint at L, or at a length below L, on the same targets.
     """
     protocol, trained = PROTOCOLS.get(rows[0].protocol or "", Last), rows[0].training_length
     plain = {row.length: row for row in rows if row.line == PLAIN and not row.step}
-    if any(row.line == TEXT_CUT for row in rows) or not {PLAIN, TEXT_CUT} <= {*protocol.references}:
+    if any(row.line == TRUNCATED for row in rows) or not {PLAIN, TRUNCATED} <= {*protocol.references}:
         return list(rows)
     sources = {length: plain.get(min(length, trained)) for length in sorted({row.length for row in rows})}
-    scheme = {"name": PLAIN, TEXT_CUT: trained}
-    cut = [replace(row, line=TEXT_CUT, scheme=scheme, length=length) for length, row in sources.items() if row]
+    scheme = {"name": PLAIN, TRUNCATED: trained}
+    cut = [replace(row, line=TRUNCATED, scheme=scheme, length=length) for length, row in sources.items() if row]
     behind = max((place for place, row in enumerate(rows, start=1) if row.line == PLAIN), default=0)
     return [*rows[:behind], *cut, *rows[behind:]] if trained in plain and max(sources) > trained else list(rows)
 
 
 def reference_of(rows: Sequence[Row], length: int) -> Row | None:
-    """What is free at a length, and so has to be beaten: the lower of attention cut at L and the text cut to L.
+    """The reference to beat at a length, which costs nothing: the lower loss of the sliding window and of truncated
+    text.
 
-    Attention cut at L is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
+    The sliding window is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
 
     Args:
         rows: of references, and others.
@@ -74,12 +85,12 @@ def reference_of(rows: Sequence[Row], length: int) -> Row | None:
         None if neither was measured.
     """
     at_length = {row.line: row for row in with_text_cut(rows) if row.length == length and not row.step}
-    free = [row for line in (CUT, TEXT_CUT) if (row := at_length.get(line)) and not math.isnan(row.loss)]
+    free = [row for line in (WINDOW, TRUNCATED) if (row := at_length.get(line)) and not math.isnan(row.loss)]
     return min(free, key=lambda row: row.loss, default=None)
 
 
 def of_losses(rows: Sequence[Row]) -> Verdict:
-    """Whether a scheme reads farther than L to any use, from the losses of schemes and references.
+    """Judge from losses whether some scheme gains from reading farther than L.
 
     The best scheme at each length beyond L is compared with `reference_of`, with a correction for the number of tries.
     """
@@ -96,13 +107,13 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
             f"perplexity --lengths 1x,2x,4x --scheme rerope:target=auto+logn --protocol {first.protocol or 'last'}",
         )
     controls = {row.line: row for row in rows if row.length == max(free) and row.line in CONTROLS}
-    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TEXT_CUT], tried):
+    if controls.keys() >= set(CONTROLS) and not copies(controls[NEAR], controls[TRUNCATED], tried):
         return Verdict(
             "nothing",
             "The checkpoint does not copy the passage, not even inside L, so no other row means anything.",
             f"perplexity --protocol last --lengths 1x,{max(free)} --scheme {tried[0].line}",
         )
-    verdicts = []  # of the longest first
+    verdicts = []  # one per length, the longest first
     for length, reference in free.items():
         at_length = [row for row in tried if row.length == length]
         verdicts.append(compare(min(at_length, key=lambda row: row.loss), reference, len(tried)))
@@ -110,8 +121,8 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
 
 
 def copies(near: Row, cut: Row, tried: Sequence[Row]) -> bool:
-    """Whether the checkpoint gains from a passage, without which `repeat` means nothing: from one inside L, or from the
-    far one under a scheme. Plain, a checkpoint may miss a passage that begins almost L tokens back.
+    """Whether the checkpoint gains from a repeated passage inside L, or from the far one under a scheme; without a gain
+    `repeat` means nothing. Plain, a checkpoint may miss a passage that begins almost L tokens back.
     """
     gain, error = paired_difference(near, cut)
     farther = [row for row in tried if row.length == cut.length]
@@ -121,13 +132,13 @@ def copies(near: Row, cut: Row, tried: Sequence[Row]) -> bool:
 
 
 def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
-    """The best of some rows beside what is free on the same text.
+    """Compare the best of some rows with the reference on the same text.
 
     Args:
         tries: how many rows it is the best of; 1 if other text chose it.
     """
     difference, error = paired_difference(best, free)
-    what = "attention cut at L" if free.line == CUT else "the text cut to L"
+    what = "the sliding window" if free.line == WINDOW else "truncated text"
     reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
     few, too_few = FEW_COPIES if best.protocol == "repeat" else FEW, ""
@@ -139,8 +150,8 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
         protocol = "longppl --evaluator DIR" if best.protocol == "longppl" else best.protocol or "last"
         return Verdict(
             "too few",
-            f"At {best.length} tokens {name} is {apart} {reference}, which {too_few} cannot tell from chance. A longer "
-            "text or more documents (--text FOLDER) give more of them; more windows also come from fewer --targets.",
+            f"At {best.length} tokens {name} is {apart} {reference}, within noise ({too_few}). A longer text or "
+            "more documents (--text FOLDER) would tell more; fewer --targets also give more windows.",
             f"perplexity --protocol {protocol} --lengths 1x,{best.length} --scheme {best.line}",
         )
     evidence = f"(error {error:.3f} over {pairs_of(best)})"
@@ -170,7 +181,7 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
 
 
 def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdict:
-    """Whether a fine-tuning taught length, or language, which helps at L as much as beyond.
+    """Judge whether a fine-tuning taught length, or language, which helps at L as much as beyond.
 
         gain(l) = NLL of what is free at l before the training - NLL after it
 
@@ -188,7 +199,7 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
     if not free:
         told = f"Nothing was trained and measured beyond L = {at_l} with a reference."
         return Verdict("nothing", told, "finetune --scheme yarn:target=auto --length 2x")
-    verdicts = []  # of the longest first
+    verdicts = []  # one per length, the longest first
     for length, reference in free.items():
         after = min((row for row in trained if row.length == length), key=lambda row: row.loss)
         after_at_l = next((row for row in trained if (row.line, row.length) == (after.line, at_l)), None)
@@ -200,7 +211,7 @@ def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdic
 
 
 def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, tries: int) -> Verdict:
-    """What a training gained at a length beyond L, beside what it gained at L."""
+    """Judge the gain of a training at a length beyond L, beside its gain at L."""
     verdict, steps = compare(after, free, tries), counted(after.step or 0, "step")
     if verdict.kind != "better" or not before or not after_at_l:
         return replace(verdict, sentence=f"After {steps}: {verdict.sentence}")
@@ -212,13 +223,13 @@ def _of_gain(after: Row, free: Row, after_at_l: Row | None, before: Row | None, 
     )
     if error is not None and more > noise_of(after) * error:
         return replace(
-            verdict, kind="length", sentence=f"{told}: {more:.3f} (error {error:.3f}) of the gain is length."
+            verdict, kind="length", sentence=f"{told}: {more:.3f} (error {error:.3f}) of the gain comes from length."
         )
     return replace(verdict, kind="language", sentence=f"{told}: it learned language, not length. {CHEAPER}")
 
 
 def of_answers(rows: Sequence[Row]) -> Verdict:
-    """Whether a scheme answers more than the references beyond L, and up to which effective length."""
+    """Judge whether a scheme answers more than the references beyond L, and up to which effective length."""
     of_line, trained = by_line(rows), rows[0].training_length
     reach = {line: effective_length(of_line[line]) for line in of_line}
     schemes, free = ([line for line in of_line if (line in REFERENCES) == known] for known in (False, True))
@@ -229,16 +240,15 @@ def of_answers(rows: Sequence[Row]) -> Verdict:
     if missing:
         command = "passkey --task spans --lengths 1x,2x,4x --scheme rerope:target=auto+logn"
         return Verdict("nothing", f"Nothing can be said about reading farther: {missing}.", command)
-    verdicts = []  # of the longest first
+    verdicts = []  # one per length, the longest first
     for length in beyond:
         cells = {line: [row for row in of_line[line] if row.length == length] for line in of_line}
         shares = {line: fmean(row.share for row in cells[line]) for line in cells}
         best, known = (max(some, key=shares.__getitem__) for some in (schemes, free))
         error = math.sqrt(variance_of(cells[best]) + variance_of(cells[known]))
         told = (
-            f"at {length} tokens {display_name(best)} (`{best}`) gives {shares[best]:.0%} of the answers, the "
-            f"best reference {shares[known]:.0%} (error {error:.0%}); effective lengths: "
-            f"{reach[best] or 'none'} beside {reach[known] or 'none'}."
+            f"at {length} tokens {display_name(best)} (`{best}`) is {shares[best]:.0%} correct, the "
+            f"best reference {shares[known]:.0%} (error {error:.0%}); {_lengths(reach[best], reach[known])}."
         )
         command = f"perplexity --protocol repeat --lengths 1x,{length} --scheme {best}"
         limit = -NormalDist().inv_cdf(TAIL / len(schemes) / len(beyond))
@@ -247,3 +257,10 @@ def of_answers(rows: Sequence[Row]) -> Verdict:
         else:
             verdicts.append(Verdict("noise", f"No gain beyond noise: {told} {CHEAPER}", command))
     return next((verdict for verdict in verdicts if verdict.kind == "better"), verdicts[0])
+
+
+def _lengths(best: EffectiveLength | None, known: EffectiveLength | None) -> str:
+    """Compare the effective length of a scheme with that of a reference, in words."""
+    if str(best) != str(known):
+        return f"effective lengths: {best or 'none'} against {known or 'none'}"
+    return f"no difference in effective length: {f'both keep their score up to {best}' if best else 'neither has one'}"

@@ -88,14 +88,16 @@ def _buffers(stack: PreTrainedModel, rows: int, reserved: int) -> tuple[tuple[nn
 
 
 def lengthened(buffer: torch.Tensor, growth: int) -> torch.Tensor:
-    """A buffer of one number per row, `(1, rows)`, extended: counts continue, zeros stay zeros."""
+    """Extend a buffer of one number per row, `(1, rows)`: counts continue, zeros stay zeros."""
     places = torch.arange(buffer.shape[1] + growth).to(buffer)
     counts = buffer[0, -1] != buffer[0, 0]
     return (buffer[0, 0] + counts * places)[None]
 
 
 def _measure(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> tuple[int, int | None]:
-    """The row of a text's first token, if the next tokens read the rows after it; and `AbsoluteTable.first`."""
+    """Measure the row that a text's first token reads, and `AbsoluteTable.first`. The next tokens must read the rows
+    after it.
+    """
     middle = stack.config.vocab_size // 2  # special tokens such as pads, which may not count, are at the ends
     ids = torch.arange(middle, middle + _TOKENS, device=embedding.weight.device)[None]
     try:
@@ -110,7 +112,7 @@ def _measure(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> tupl
 
 
 def _first_position(stack: PreTrainedModel, embedding: nn.Embedding, ids: torch.Tensor, rows: list[int]) -> int | None:
-    """`AbsoluteTable.first` of a stack that reads these `rows` for a text of `ids`, `(1, _TOKENS)`."""
+    """Measure `AbsoluteTable.first` of a stack that reads these `rows` for a text of `ids`, `(1, _TOKENS)`."""
     pad = getattr(stack.config, "pad_token_id", None)
     padded, mask = ids.clone(), torch.ones_like(ids)
     padded[0, 0], mask[0, 0] = ids[0, 0] if pad is None else pad, 0
@@ -119,7 +121,7 @@ def _first_position(stack: PreTrainedModel, embedding: nn.Embedding, ids: torch.
         if _rows_read(stack, embedding, input_ids=padded, attention_mask=mask) != rows:
             return None
         found = _rows_read(stack, embedding, input_ids=ids, attention_mask=mask, position_ids=every_other)
-    except Exception:  # it takes no positions, for example
+    except Exception:  # for example because it takes no positions
         return None
     if found is None or found[0] > rows[0] or found != list(range(found[0], found[0] + 2 * _TOKENS, 2)):
         return None
@@ -137,11 +139,11 @@ def _rows_read(stack: PreTrainedModel, embedding: nn.Embedding, **inputs: torch.
 
 
 class _FirstLookup(BaseException):  # not an Exception, so that no model catches it
-    """Its argument is the rows that are looked up."""
+    """Raised to end a forward at the first look-up in a table; its argument is the rows that are looked up."""
 
 
 class _Lookup(TorchFunctionMode):
-    """Ends a forward at the first look-up in a table, and reports its rows."""
+    """A mode that ends a forward at the first look-up in a table, and reports its rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

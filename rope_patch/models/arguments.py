@@ -17,7 +17,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named, as a
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward by name, from positional `args` and named `kwargs`."""
+    """Name all arguments of a forward, from positional `args` and named `kwargs`."""
     if not args:
         return kwargs
     names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
@@ -41,7 +41,7 @@ def cache_in(kwargs: dict[str, Any]) -> Cache | None:
 
 
 def cached_length(kwargs: dict[str, Any]) -> int | torch.Tensor:
-    """Number of tokens in the cache of a forward, a tensor of shape `()` if it is static; 0 without a cache."""
+    """The number of tokens in the cache of a forward, a tensor of shape `()` if it is static; 0 without a cache."""
     cache = cache_in(kwargs)
     return 0 if cache is None else cache.get_seq_length()
 
@@ -62,15 +62,19 @@ def check_tokens(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def tokens_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """False on the pads among the tokens of a forward, `(batch or 1, length)`; None without a mask that shows them."""
+    """A boolean `(batch or 1, length)`, false on the pads among the tokens of a forward; None without a mask that shows
+    them.
+    """
     seen = None if tokens_of(kwargs) is None else _slots_seen(kwargs)
     return None if seen is None else seen[:, _slots_in(seen, kwargs)]
 
 
 def _slots_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """False on the pads among the slots of a mask, `(batch or 1, slots)`; None without a mask that shows them."""
+    """A boolean `(batch or 1, slots)`, false on the pads among the slots of a mask; None without a mask that shows
+    them.
+    """
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):  # by layer type, as `generate` and models of images prepare them
+    if isinstance(mask, dict):  # masks by layer type, as `generate` and models of images prepare them
         mask = mask.get("full_attention")
     if not isinstance(mask, torch.Tensor):
         return None
@@ -80,20 +84,20 @@ def _slots_seen(kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _slots(kwargs: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """Slots of the tokens of a forward, `(length,)`."""
+    """The slots of the tokens of a forward, `(length,)`."""
     tokens = cast(torch.Tensor, tokens_of(kwargs))
     return torch.arange(tokens.shape[1], device=device) + cached_length(kwargs)
 
 
 def _slots_in(seen: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Slots of the tokens of a forward among those of a mask, `(..., slots)`; a vector `(length,)`."""
+    """The slots of the tokens of a forward among the slots of a mask `(..., slots)`; a vector `(length,)`."""
     slots = _slots(kwargs, seen.device)
     # in a static sliding cache that is full, the tokens have the last slots
     return slots - (slots[-1:] + 1 - seen.shape[-1]).clamp(min=0)
 
 
 def slot_positions(kwargs: dict[str, Any]) -> torch.Tensor:
-    """Positions of the tokens of a forward by slot, `(1, length)`: those that Transformers gives them without
+    """Positions of the tokens of a forward by slot, `(1, length)`, as Transformers counts them without
     `position_ids`.
     """
     return _slots(kwargs, cast(torch.Tensor, tokens_of(kwargs)).device)[None]

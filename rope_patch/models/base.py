@@ -58,7 +58,7 @@ class RotaryTables:
         return (self.module, *self.copies)
 
     def spec(self, training_length: int) -> RotarySpec:
-        """The facts about this set that a frequency scheme receives."""
+        """The facts about this set that a frequency scheme needs."""
         return RotarySpec(2 * self.inv_freq.shape[-1], self.base, training_length, self.rotating_pairs)
 
     def attribute(self, name: str) -> str:
@@ -81,7 +81,7 @@ class RotaryTables:
         )
 
     def compute(self, position_ids: torch.Tensor, like: torch.Tensor | None = None) -> Any:
-        """The tables that the module computes for attention.
+        """Compute the tables as the module does for attention.
 
         Args:
             position_ids: `(batch, length)`, also fractional.
@@ -100,11 +100,13 @@ class RotaryTables:
         return (tables.real, tables.imag) if self.is_complex else tables
 
     def joined(self, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        """cos and sin, `(batch, length, width)`, in the form that attention reads."""
+        """Join cos and sin, `(batch, length, width)`, in the form that attention reads: a pair, or one complex
+        tensor.
+        """
         return torch.complex(cos.float(), sin.float()) if self.is_complex else (cos, sin)
 
     def offered(self, tables: Any) -> Any:
-        """Tables of any shape as the argument of an attention module, which may take them out of a dict."""
+        """Wrap tables of any shape as the argument of an attention module, which may take them out of a dict."""
         return dict.fromkeys(self.choices, tables) if self.choices else tables
 
 
@@ -127,7 +129,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One self-attention module.
+    """One self-attention module, as measured before patching.
 
     Attributes:
         index: `layer_idx` when it was read, or a count of layers without one.
@@ -168,12 +170,12 @@ class AttentionLayer:
 
     @property
     def rotates(self) -> bool:
-        """Whether it rotates queries and keys, or may do so."""
+        """Whether the layer rotates queries and keys, or may do so."""
         return self.layout is not None or (bool(self.unscored) and self.rotary is not None)
 
     @property
     def layer_type(self) -> str | None:
-        """Layer type of its rotary tables; None if all layers share one set, or have none."""
+        """The layer type of its rotary tables; None if all layers share one set, or have none."""
         return None if self.rotary is None else self.rotary.layer_type
 
 
@@ -204,7 +206,7 @@ class AbsoluteTable:
 
     @property
     def capacity(self) -> int:
-        """n: the maximum length in tokens."""
+        """The maximum length n in tokens."""
         return len(self.rows)
 
     @property
@@ -218,7 +220,7 @@ class AbsoluteTable:
         return self.module.config
 
     def limits(self) -> Iterator[tuple[Any, str, int]]:
-        """Holder, name and value of each maximum length, in the config and on modules."""
+        """The holder, name and value of each maximum length, in the config and on modules."""
         lengths = (self.capacity, self.capacity + self.reserved)
         for holder in (self.config, *self.module.modules()):
             for name in _LIMITS:
@@ -260,10 +262,10 @@ class Stack:
 
     @property
     def max_length(self) -> int:
-        """L in tokens as users count it: what the checkpoint reads today, under its own scaling."""
+        """The length L in tokens as users count it: what the checkpoint reads today, under its own scaling."""
         return self.checkpoint.max_length
 
     @property
     def has_positions(self) -> bool:
-        """Whether its tokens have positions before a scheme counts them. One that rotates counts for itself."""
+        """Whether the tokens of the stack have positions already; a scheme that rotates counts its own."""
         return bool(self.rotary) or "position_ids" in inspect.signature(self.module.forward).parameters

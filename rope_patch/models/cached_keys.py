@@ -1,4 +1,4 @@
-"""Facts about the keys in a cache: which scheme wrote them, and the position of each, which travels with it.
+"""Per-key positions and the writing scheme, carried through cache operations.
 
 A late mount needs the positions to rotate keys when they are scored. A cache that has lost them is refused.
 """
@@ -24,7 +24,7 @@ OWN_ROTATION = "in the model's own rotation"  # state of keys that the attention
 
 
 def complete_layers(cache: Cache, num_layers: int) -> list[Any]:
-    """The layers of a cache, with those that it has not created yet, so that more can follow them.
+    """The layers of a cache, after creating those that it has not created yet, so that more can follow them.
 
     Raises:
         UnsupportedPositions: the cache counts its layers in a way of its own.
@@ -42,12 +42,12 @@ def complete_layers(cache: Cache, num_layers: int) -> list[Any]:
 
 
 def cache_tag(scheme: Scheme, kept: str) -> str:
-    """The tag of a cache: a model may continue a cache with its own tag."""
+    """The tag for a cache's writer: a model may continue a cache with its own tag."""
     return f"{scheme} (keys {kept})"
 
 
 class CachedKeys(torch.Tensor):
-    """Keys of one layer, `(batch, kv_heads, slots, head_dim)`, with the position of each.
+    """A key tensor of one layer, `(batch, kv_heads, slots, head_dim)`, with the position of each key.
 
     Operations that select, reorder or join keys return keys with positions; all others return plain tensors.
 
@@ -62,7 +62,7 @@ class CachedKeys(torch.Tensor):
 
     @classmethod
     def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
-        """`keys`, in the same memory, with their `positions`, in the shapes above."""
+        """Attach `positions` to `keys`, in the same memory and in the shapes above."""
         with_positions = keys.as_subclass(cls)
         with_positions.positions, with_positions.bare = positions, keys
         return with_positions
@@ -81,7 +81,7 @@ class CachedKeys(torch.Tensor):
         return result if positions is None else cls.of(result, positions)
 
     def plain(self) -> torch.Tensor:
-        """The keys as a plain tensor, in the same memory."""
+        """View the keys as a plain tensor, in the same memory."""
         return self.bare
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedKeys:
@@ -89,7 +89,7 @@ class CachedKeys(torch.Tensor):
 
 
 def _bare(args: Any) -> list[Any]:
-    """Arguments of an operator with `CachedKeys.bare` in place of keys with positions, also within lists."""
+    """Replace keys with positions by `CachedKeys.bare` in the arguments of an operator, also within lists."""
     return [
         arg.bare if isinstance(arg, CachedKeys) else _bare(arg) if isinstance(arg, (list, tuple)) else arg
         for arg in args
@@ -110,7 +110,7 @@ _MOVES_POSITIONS = (
 
 
 def _moved_positions(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
-    """The result of the same operation on the positions; None if the selected keys do not follow from it."""
+    """Apply an operation on keys to their positions; None if it does not tell which keys are selected."""
     if func in _JOINING and not all(isinstance(x, CachedKeys) for x in (args[0] if args else kwargs["tensors"])):
         return None  # the joined keys have no positions yet
     if func in _COPYING:

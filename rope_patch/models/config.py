@@ -1,4 +1,4 @@
-"""The facts about positions in a config."""
+"""Facts about positions in a config."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _WIDTHS = ("intermediate_size", "head_dim", "num_attention_heads", "num_key_valu
 
 
 def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) -> str:
-    """What is impossible in the `fields` of a config and of configs inside it: name and value of a field, and what is
-    allowed; empty without one. `names` are the fields to look at, by default all that are known here.
+    """Find an impossible value in the `fields` of a config and of configs inside it: a message with the field, its
+    value, and what is allowed; empty without one. `names` are the fields to look at, by default all that are known
+    here.
     """
     for name, value in fields.items():
         if name in _FIELDS and (names is None or name in names) and (value is not None or name in _REQUIRED):
@@ -42,7 +43,7 @@ def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) 
 
 
 def _is_size(value: Any, largest: int = LARGEST_SIZE) -> bool:
-    if isinstance(value, (list, tuple, dict)):  # by layer, or by part of the model
+    if isinstance(value, (list, tuple, dict)):  # values by layer, or by part of the model
         return bool(value) and all(_is_size(part) for part in (value.values() if isinstance(value, dict) else value))
     return type(value) in (int, float) and 1 <= value <= largest and value % 1 == 0
 
@@ -66,7 +67,8 @@ class ContextLengths(NamedTuple):
 
 
 def context_lengths(config: Any) -> ContextLengths:
-    """The lengths of a checkpoint, by one rule for all spellings; from before the patch if the config records a scheme.
+    """Read the two lengths of a checkpoint, by one rule for all spellings; from before the patch if the config records
+    a scheme.
 
     `max_position_embeddings` is what the checkpoint reads today, and `original_max_position_embeddings` the original
     length. Where the factor times the original length goes further than the maximum, the maximum was not raised, as
@@ -89,7 +91,7 @@ def context_lengths(config: Any) -> ContextLengths:
     if kind in ("default", "dynamic"):
         return ContextLengths(longest, longest)
     if not stated:
-        longest = max(longest, int(getattr(config, "max_sequence_length", None) or 0))  # as Vicuna 1.5 and LongChat
+        longest = max(longest, int(getattr(config, "max_sequence_length", None) or 0))  # Vicuna 1.5 and LongChat
         return ContextLengths(max(1, round(longest / max(1, factor))) if kind in _SLOWED else longest, longest)
     original = int(stated)
     raised = kind in ("llama3", "longrope") and longest > original  # the factor of Llama 3.2 is more than was trained
@@ -101,7 +103,7 @@ _SLOWED = ("linear", "proportional")
 
 
 def _scaled_entry(entries: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
-    """The entry that stands for a checkpoint: of full attention, unless only another one scales."""
+    """The entry that stands for a checkpoint: the one of full attention, unless only another one scales."""
     main = entries[main_layer_type(entries)]
     scaled = (entry for entry in (main, *entries.values()) if entry.get("rope_type", "default") != "default")
     return next(scaled, main)
@@ -133,7 +135,7 @@ def checkpoint_of_config(config: Any) -> Checkpoint:
 
 
 def head_dim(config: Any) -> int:
-    """Dimensions of a head."""
+    """The number of dimensions of a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -143,7 +145,9 @@ def config_of_layer(config: Any, index: int) -> Any:
 
 
 def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
-    """The configs of the layers that rotate by the entry of a type, or of all layers; the config itself without any."""
+    """The configs of the layers that rotate by the entry of a type, or of all layers; only the config itself if there
+    are none.
+    """
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return [config_of_layer(config, i) for i, kind in enumerate(types) if rotates_by(kind, layer_type)] or [config]
 

@@ -18,13 +18,13 @@ from rope_patch.models.base import Stack
 from rope_patch.models.config import wrong_field
 
 STYLES: tuple[ModuleType, ...] = (llama, t5, baichuan)
-"""Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
+"""The styles of stacks. Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
 
 _FEW_CLASSES = 32
 
 
 def read_stacks(model: nn.Module) -> tuple[Stack, ...]:
-    """Every stack of a model that schemes can be mounted on: one, or an encoder and a decoder.
+    """Read every stack of a model that schemes can be mounted on: one, or an encoder and a decoder.
 
     Raises:
         UnsupportedModel: there is none, or a part of one is not supported; the message names the reason.
@@ -49,7 +49,7 @@ def _read(style: ModuleType, module: PreTrainedModel, model: nn.Module) -> Stack
 
 
 def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
-    """The modules that `read_stacks` reads, each with the style that reads it.
+    """Find the modules that `read_stacks` reads, each with the style that reads it.
 
     Raises:
         UnsupportedModel: there is none, or an unsupported number of them.
@@ -72,7 +72,7 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
 
 
 def check_loaded(model: Any) -> None:
-    """Check that something is a model.
+    """Check that an argument is a model.
 
     Raises:
         UnsupportedModel: it is not; the message names its class, and what to pass instead.
@@ -88,12 +88,12 @@ def check_loaded(model: Any) -> None:
 
 
 def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:
-    """The Transformers models that contain a backbone and have no other stacks, as of `find_around`."""
+    """Find the Transformers models that contain a backbone and have no other stacks; see `find_around`."""
     return [outer for outer in find_around(model) if _stack_modules(outer) == _stack_modules(model)]
 
 
 def find_around(model: nn.Module) -> list[PreTrainedModel]:
-    """The Transformers models that contain a backbone.
+    """Find the Transformers models that contain a backbone.
 
     A search takes a twentieth of a second, so it is done for a backbone only: a model with its own head has no parents.
     """
@@ -131,7 +131,7 @@ def _recognised(model: nn.Module, styles: tuple[ModuleType, ...]) -> list[tuple[
 
 
 def read_stack(model: nn.Module) -> Stack:
-    """The only stack of a model.
+    """Read the only stack of a model.
 
     Raises:
         UnsupportedModel: see `read_stacks`, or the model has an encoder and a decoder.

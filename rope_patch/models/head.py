@@ -1,4 +1,4 @@
-"""The language-model head alone: logits of hidden states, a few rows at a time."""
+"""The language-model head alone: it computes logits of hidden states, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from rope_patch.errors import EvaluationError
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""Logits `(batch, rows, vocabulary)` of hidden states `(batch, rows, hidden)`, as the stack returns them."""
+"""A function from the stack's output `(batch, rows, hidden)` to logits `(batch, rows, vocabulary)`."""
 
 
 def find_language_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model with a language-model head: `model` itself, or a module inside it.
+    """Find the Transformers model with a language-model head: `model` itself, or a module inside it.
 
     Raises:
         EvaluationError: there is none.
@@ -33,7 +33,7 @@ def find_language_model(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
-    """The head exactly as the model applies it, as a function of hidden states.
+    """Build a function of hidden states that applies the head exactly as the model does.
 
     Families scale or cap their logits in their own `forward` (Cohere, Gemma 2, Granite), so that `forward` runs, with
     the stack replaced by a module that returns given hidden states as outputs of the `output_type`. This module has no
@@ -68,9 +68,9 @@ def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
 
 @contextmanager
 def _gathered(model: nn.Module) -> Iterator[None]:
-    """Parts of a head that FSDP2 shards by themselves, with whole weights and without its hooks. These expect one
-    forward and one backward, but a head may run often, on each process another number of times, and each time with a
-    backward of its own, all within one forward. The backward of the model shards the parts again.
+    """Within the block, parts of a head that FSDP2 shards by themselves have whole weights and no hooks. FSDP2 expects
+    one forward and one backward, but a head may run often, on each process another number of times, and each time with
+    a backward of its own, all within one forward. The backward of the model shards the parts again.
     """
     sharded: list[Any] = [part for part in model.modules() if part is not model and hasattr(part, "unshard")]
     hooks = [(part._forward_pre_hooks, part._forward_hooks) for part in sharded]
@@ -87,7 +87,7 @@ def _gathered(model: nn.Module) -> Iterator[None]:
 
 
 def separate_stack(model: PreTrainedModel) -> nn.Module:
-    """Everything below the head.
+    """The part of a model below its head.
 
     Raises:
         EvaluationError: the model does not consist of a stack and a head, such as an encoder-decoder.
@@ -98,7 +98,7 @@ def separate_stack(model: PreTrainedModel) -> nn.Module:
 
 
 class _StackOutput(nn.Module):
-    """Returns the hidden states set on it, once, and ignores its arguments."""
+    """A stand-in for a stack: it returns the hidden states set on it, once, and ignores its arguments."""
 
     def __init__(self, output_type: type) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def recognises(module: nn.Module) -> bool:
 
 
 def read(stack: PreTrainedModel) -> Stack:
-    """The layers and tables of a recognised stack.
+    """Read the layers and tables of a recognised stack.
 
     Raises:
         UnsupportedModel: a part of it is not supported; the message names the reason.
@@ -110,7 +110,7 @@ def _tables_of(module: nn.Module, config: Any) -> tuple[RotaryTables, ...]:
 
 
 def _copies(tables: RotaryTables, inside: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Rotary modules inside attention layers whose tables are those of the stack."""
+    """The rotary modules inside attention layers that have the stack's tables."""
     name = tables.attribute("inv_freq")
     own = getattr(tables.module, name).cpu()
     return tuple(
@@ -121,7 +121,7 @@ def _copies(tables: RotaryTables, inside: Iterable[nn.Module]) -> tuple[nn.Modul
 
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
-    """The tables, compared with what their module and their config describe."""
+    """Compare the tables with those that their module and their config describe, and note the result in them."""
     count = int(tables.inv_freq.count_nonzero())
     if 0 < count < tables.inv_freq.numel() and bool(tables.inv_freq[:count].all()):
         tables = dataclasses.replace(tables, rotating_pairs=count)
@@ -141,7 +141,7 @@ def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
 
 
 def _declared(tables: RotaryTables, config: Any) -> torch.Tensor | None:
-    """The frequencies that a config describes, `(d/2,)`; None where they are unknown, because the tables may already be
+    """The frequencies that a config describes, `(d/2,)`; None if they are unknown, because the tables may already be
     those of a scheme that the config records.
     """
     scheme = None if vars(config).get(RECORD) is not None else scheme_of_layer_type(config, tables.layer_type)
@@ -180,14 +180,18 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _reads_tables(cls: type[nn.Module]) -> bool:
-    """Whether a forward that takes `position_embeddings` reads them; linear or cross-attention may only accept them."""
+    """Whether a forward that takes `position_embeddings` reads them; linear and cross-attention may only accept
+    them.
+    """
     name, code = "position_embeddings", inspect.unwrap(cls.forward).__code__
     loaded = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
     return any(name == each or (isinstance(each, tuple) and name in each) for each in loaded)
 
 
 def _misses_interface(module: nn.Module) -> str:
-    """Why an attention module cannot call a registered attention function, by its code; empty if it can."""
+    """The reason why an attention module cannot call a registered attention function, by its code, or an empty
+    string.
+    """
     name = "ALL_ATTENTION_FUNCTIONS"
     forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
     calling = [forward for forward in forwards if name in forward.__code__.co_names]
@@ -209,7 +213,7 @@ def _read_layer(
     measuring: Measuring,
     cached: Sequence[type],
 ) -> AttentionLayer | None:
-    """A layer of self-attention; None for cross-attention."""
+    """Read a layer of self-attention; None for cross-attention."""
     family = type(stack).__name__
     index = number if module.layer_idx is None else cast(int, module.layer_idx)
     config = config_of_layer(getattr(module, "config", stack.config), index)
@@ -289,20 +293,22 @@ def _layers_of_cache(stack: PreTrainedModel) -> Sequence[type]:
 
 
 def _keeps_keys_apart(cached: Sequence[type], index: int) -> str:
-    """Why a layer's cache is not one of Transformers' own, where each key has one slot; empty if it is."""
+    """The reason why a layer's cache does not give each key one slot, as Transformers' own do, or an empty string."""
     own = cached[index] if index < len(cached) else DynamicLayer
     place = getattr(own, "update", DynamicLayer.update).__module__
     return "" if place == DynamicLayer.__module__ else f"{own.__name__} keeps keys in a form of its own"
 
 
 def _rotates_more_keys(module: nn.Module) -> str:
-    """Which part of an attention module rotates keys that no block passes to it; empty without one."""
+    """The part of an attention module that rotates keys which no block passes to it, in words; empty without one."""
     parts = (part for part in module.modules() if any(map(_is_rotary, part.children())))
     return next((f"{type(part).__name__} inside it rotates keys of its own" for part in parts), "")
 
 
 def _reads_tables_otherwise(module: nn.Module) -> str:
-    """Why an attention module needs its tables for more than its own queries and keys; empty if it does not."""
+    """The reason why an attention module needs its tables for more than its own queries and keys, or an empty
+    string.
+    """
     if getattr(module, "is_kv_shared_layer", False):
         return f"{type(module).__name__} reads the keys of another layer"
     # since Transformers 5.24 a Gemma 4 stores keys for a drafting model, even if none of its own layers reads them

@@ -1,5 +1,5 @@
-"""The state that a module computes itself: saved and restored, and computed for a rotary module on the meta device,
-whose buffers no checkpoint contains.
+"""State that a module computes itself: saved and restored, and computed for a rotary module on the meta device, whose
+buffers no checkpoint contains.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class ModuleState:
                 setattr(self.module, name, copied)
 
     def _dtype_by_now(self, copied: torch.Tensor, current: dict[str, Any]) -> torch.dtype:
-        """Its own dtype, or the one that the model was cast to, read from tensors that no forward recomputes."""
+        """The tensor's own dtype, or the one that the model was cast to, read from tensors that no forward
+        recomputes.
+        """
         for name, (_, kept) in self._kept.items():
             now = current.get(name)
             if name.endswith("original_inv_freq") and isinstance(now, torch.Tensor) and now.dtype != kept.dtype:
@@ -66,7 +68,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class EmptyTables:
-    """The buffers of a rotary module on the meta device, if any; its `stack` may have weights."""
+    """The buffers of a rotary module that are on the meta device, if any; its `stack` may have weights."""
 
     def __init__(self, module: nn.Module, stack: nn.Module) -> None:
         self.module = module
@@ -78,7 +80,7 @@ class EmptyTables:
         return bool(self._empty)
 
     def fill(self) -> None:
-        """Compute them on the device of the weights, or on the CPU without weights.
+        """Compute the buffers on the device of the weights, or on the CPU without weights.
 
         Raises:
             UnsupportedModel: their class cannot compute them from the config.
@@ -100,14 +102,15 @@ class EmptyTables:
             setattr(self.module, name, tensor)
 
     def restore(self) -> None:
-        """Empty them again, unless weights were loaded in the meantime."""
+        """Empty the buffers again, unless weights were loaded in the meantime."""
         if _without_weights(self.stack) == self.is_without_weights:
             for name, tensor in self._empty.items():
                 setattr(self.module, name, tensor)
 
 
 class Refilling:
-    """Pre-hook of a rotary module that got its tables before its stack had weights: `to_empty` drops their values.
+    """Pre-hook of a rotary module that got its tables before its stack had weights: it writes them again, because
+    `to_empty` drops their values.
 
     The first forward restores them, and removes this hook unless a compiler is tracing.
     """

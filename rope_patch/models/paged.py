@@ -28,7 +28,7 @@ ARGUMENTS = (
 
 
 def is_paged(kwargs: dict[str, Any]) -> bool:
-    """Whether these arguments of an attention function describe a row of continuous batching."""
+    """Whether the arguments of an attention function describe a row of continuous batching."""
     return any(kwargs.get(name) is not None for name in ("read_index", "block_table"))
 
 
@@ -48,16 +48,18 @@ class Request:
 
     @property
     def kv_length(self) -> int:
-        """Number of keys."""
+        """The number of keys."""
         return int(self.keys.stop - self.keys.start)
 
     @property
     def start(self) -> int:
-        """Slot of the first query among the keys."""
+        """The slot of the first query among the keys."""
         return self.kv_length - self.position_ids.shape[1]
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """`(1, 1, q_len, kv_len)`, true on the keys within a sliding `window`; None, for causal, without a window."""
+        """A boolean mask `(1, 1, q_len, kv_len)`, true on the keys within a sliding `window`; None, for causal, without
+        a window.
+        """
         if window is None:
             return None
         return self.forward.shared(_seen_in_window)(self.start, self.kv_length, window, self.position_ids.device)
@@ -96,8 +98,8 @@ def split_by_request(
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> Split:
-    """The requests of a row, each to be scored alone; before Transformers 5.24, first write the new keys to its paged
-    `cache`.
+    """Split a row into requests, each to be scored alone; before Transformers 5.24, first write the new keys to its
+    paged `cache`.
 
     Args:
         position_ids: of the whole row, `(1, tokens)`.
@@ -129,7 +131,9 @@ def split_by_request(
 def _update(
     cache: Any, index: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All keys and values of a row, `(1, kv_heads, kv_len, head_dim)`, and where each request begins in them."""
+    """Write the new keys, and return all keys and values of a row, `(1, kv_heads, kv_len, head_dim)`, with the bounds
+    of each request in them.
+    """
     if not hasattr(cache, "sliding_windows"):
         key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=kwargs)
         return key, value, kwargs["cu_seq_lens_k"]

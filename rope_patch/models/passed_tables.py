@@ -1,4 +1,5 @@
-"""Which rotary tables a stack passes to each of its blocks, found by its code, because configs have no field for it.
+"""The rotary tables that a stack passes to each of its blocks, found by running its code, because configs have no field
+for them.
 
 It runs on four tokens and on a copy whose blocks only record what they receive; the model stays unchanged.
 """
@@ -32,7 +33,7 @@ class Call:
 
 
 class _Recorder(nn.Module):
-    """In place of a module: `answer` gives the result of a call, and the call is kept."""
+    """A stand-in for a module: `answer` gives the result of a call, and the call is kept."""
 
     def __init__(self, original: nn.Module, answer: Callable[..., Any], calls: list[Call]) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class _Recorder(nn.Module):
         return getattr(vars(self)["original"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer."""
+        """Record the call, and return its answer."""
         self.calls.append(call := Call(self.original, by_name(self.original, args, kwargs)))
         call.result = self.answer(*args, **kwargs)
         return call.result
@@ -53,7 +54,8 @@ def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dic
     owners = {(tables.module, tables.layer_type): tables for tables in rotary}
     blocks = _blocks(stack)
     passed: dict[nn.Module, RotaryTables | None] = {}
-    for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):  # as a block may return
+    # a block may return states alone, or a tuple
+    for answer in (_states, lambda *args, **kwargs: (_states(*args, **kwargs), None)):
         calls = _calls(stack, {**dict.fromkeys(blocks, answer), **{module: module for module, _ in owners}})
         results = [((call.module, call.named.get("layer_type")), call.result) for call in calls]
         answers = [(owners[place], result) for place, result in results if place in owners]
@@ -68,7 +70,7 @@ def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dic
 
 
 def takes_text_axis(stack: PreTrainedModel, rotary: RotaryTables) -> bool:
-    """Whether a stack reads the positions of the text in front of those on all axes, `(1 + axes, batch, length)`."""
+    """Whether a stack reads the text's positions in front of the positions on all axes, `(1 + axes, batch, length)`."""
     positions = torch.arange(_TOKENS).expand(1 + rotary.axes, 1, -1)
     calls = _calls(stack, {**dict.fromkeys(_blocks(stack), _states), rotary.module: rotary.module}, positions)
     return all(len(call.named["position_ids"]) == rotary.axes for call in calls if call.module is rotary.module)
@@ -82,7 +84,7 @@ def _blocks(stack: nn.Module) -> set[nn.Module]:
 def _calls(
     stack: PreTrainedModel, answers: Mapping[nn.Module, Callable[..., Any]], positions: torch.Tensor | None = None
 ) -> list[Call]:
-    """The calls of some modules in a forward of the stack; those before an error are valid."""
+    """Record the calls of some modules in a forward of the stack; calls before an error are valid."""
     calls: list[Call] = []
     device = next((weight.device for weight in stack.parameters()), torch.device("cpu"))
     states = torch.zeros(1, _TOKENS, cast(Any, stack.config).hidden_size, dtype=stack.dtype, device=device)
@@ -102,7 +104,7 @@ def _states(*args: Any, **kwargs: Any) -> Any:
 
 
 def _recording(module: nn.Module, answers: Mapping[nn.Module, Callable[..., Any]], calls: list[Call]) -> nn.Module:
-    """A copy in evaluation mode that shares all weights, with recorders for some of its modules."""
+    """Copy a module in evaluation mode, sharing all weights, with recorders for some of its modules."""
     if module in answers:
         return _Recorder(module, answers[module], calls)
     copied = copy.copy(module)

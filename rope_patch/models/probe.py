@@ -50,16 +50,16 @@ Measured = TypeVar("Measured")
 
 
 class ChangedAfterRotation(UnsupportedModel):
-    """Something changes queries or keys after they were rotated, such as a norm with weights."""
+    """Raised for a module that changes queries or keys after they were rotated, such as by a norm with weights."""
 
 
 class TurnedValues(UnsupportedModel):
-    """The values rotate with the keys."""
+    """Raised for a module whose values rotate with the keys."""
 
 
 class Rotation(NamedTuple):
-    """The rotation of an attention module: its `layout`, None if queries and keys do not depend on the tables, and
-    whether it is `normed`, which is a norm behind it that commutes with the rotation.
+    """The rotation of an attention module. Its `layout` is None if queries and keys do not depend on the tables; it is
+    `normed` if a norm behind it commutes with the rotation.
     """
 
     layout: RotaryLayout | None
@@ -68,7 +68,7 @@ class Rotation(NamedTuple):
 
 
 class Measuring:
-    """Measures the layers of a stack, each kind of them once."""
+    """A cache of measurements of a stack's layers, each kind of them measured once."""
 
     def __init__(self) -> None:
         self._by_kind: dict[Hashable, Any] = {}
@@ -76,7 +76,8 @@ class Measuring:
     def rotation(
         self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables
     ) -> tuple[Rotation, bool | None]:
-        """`measure_layout` and `passes_positions` for this layer and its block, or for others of their kind.
+        """Run `measure_layout` and `passes_positions` for this layer and its block, unless others of their kind were
+        measured.
 
         A block that cannot run alone is assumed to pass positions if it names them, as nearly all do.
         """
@@ -92,18 +93,18 @@ class Measuring:
         return rotation, gets_positions
 
     def choice(self, module: nn.Module, rotary: Sequence[RotaryTables]) -> RotaryTables | None:
-        """`measure_choice` for this layer, or for another one of its kind."""
+        """Run `measure_choice` for this layer, unless another one of its kind was measured."""
         kind = ("choice", kind_of(module))
         return self._once_a_kind(kind, module, module, lambda tried, _: measure_choice(tried, rotary))
 
     def heads(self, module: nn.Module) -> Heads:
-        """`measure_heads` for this layer, which receives no tables, or for another one of its kind."""
+        """Run `measure_heads` for this layer, which receives no tables, unless another one of its kind was measured."""
         return self._once_a_kind(kind_of(module), module, module, lambda tried, _: measure_heads(tried))
 
     def _once_a_kind(
         self, kind: Hashable, outer: nn.Module, inner: nn.Module, measure: Callable[[nn.Module, nn.Module], Measured]
     ) -> Measured:
-        """The result of `measure` for a module and one inside it."""
+        """Measure a module and one inside it, on copies, once for each kind."""
         if kind in self._by_kind:
             return self._by_kind[kind]
         device = _device_of(inner)
@@ -122,7 +123,7 @@ class Measuring:
 
 
 def measure_tables(rotary: RotaryTables) -> RotaryTables:
-    """The same tables, with the measured form of their module's positions and outputs."""
+    """Measure the form of the positions and outputs of the tables' module, and note it in the tables."""
 
     def shape_of(axes: int) -> tuple[Any, tuple[int, ...]]:
         try:
@@ -160,7 +161,7 @@ def follows_buffers(rotary: RotaryTables) -> bool:
 
 
 def measure_fixed(rotary: RotaryTables, training_length: int) -> Frequencies:
-    """What a module rotates by whose tables do not follow its buffers.
+    """Measure the frequencies and the factor of a module whose tables do not follow its buffers.
 
     Raises:
         UnsupportedModel: its tables are not those of its `inv_freq`, or depend on the length of the text.
@@ -179,7 +180,7 @@ def measure_fixed(rotary: RotaryTables, training_length: int) -> Frequencies:
 
 
 class _Choices(dict[str | None, Any]):
-    """Tables by name, which notes the names that are read."""
+    """Tables by name, in a dict that notes the names that are read."""
 
     def __init__(self, tables: dict[str | None, Any]) -> None:
         super().__init__(tables)
@@ -191,7 +192,7 @@ class _Choices(dict[str | None, Any]):
 
 
 def measure_choice(module: nn.Module, rotary: Sequence[RotaryTables]) -> RotaryTables | None:
-    """The one set of tables that an attention module takes out of a dict of all sets; None if it takes no dict."""
+    """Measure which set of tables an attention module takes out of a dict of all sets; None if it takes no dict."""
     hidden = _random_input(module)
     places = torch.arange(_TOKENS)[None]
     choices = _Choices({tables.layer_type: tables.compute(places, like=hidden) for tables in rotary})
@@ -207,7 +208,7 @@ def measure_choice(module: nn.Module, rotary: Sequence[RotaryTables]) -> RotaryT
 
 
 def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotation:
-    """How a self-attention module rotates; the module stays unchanged.
+    """Measure how a self-attention module rotates; the module stays unchanged.
 
     Raises:
         UnsupportedModel: the measurement is inconsistent, e.g. for a norm with weights after the rotation.
@@ -241,7 +242,7 @@ def measure_layout(name: str, module: nn.Module, rotary: RotaryTables) -> Rotati
 
 
 def measure_heads(module: nn.Module) -> Heads:
-    """The sizes of the heads of a self-attention module that receives no tables.
+    """Measure the sizes of the heads of a self-attention module that receives no tables.
 
     Raises:
         UnsupportedModel: the module does not call the attention interface of Transformers.
@@ -256,8 +257,8 @@ def _names_positions(block: nn.Module) -> bool:
 
 def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool | None:
     """Whether a block passes its position ids to its self-attention module; None for cross-attention, which it does not
-    call without an encoder. One that does not name them may pass other arguments, but its stack gives it none (Zaya,
-    ModernBERT).
+    call without an encoder. A block that does not name them may pass other arguments, but its stack gives it none
+    (Zaya, ModernBERT).
 
     Raises:
         UnsupportedModel: the block cannot run alone.
@@ -282,11 +283,11 @@ def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) 
 
 
 class _AttentionReached(BaseException):  # not an Exception, so that no model catches it
-    """Ends a forward when it reaches attention; its argument is whether positions arrive there."""
+    """Raised to end a forward when it reaches attention; its argument says whether positions arrive there."""
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device on which a module computes: that of its weights, or the one to which accelerate moves offloaded
+    """The device on which a module computes: the device of its weights, or the one to which accelerate moves offloaded
     weights; the CPU if the weights are packed, as in torch's quantization for CPUs.
 
     Raises:
@@ -309,17 +310,17 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """The dtype in which a module computes: that of its floating-point weights."""
+    """The dtype in which a module computes: the dtype of its floating-point weights."""
     return next((tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point()), torch.get_default_dtype())
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers; modules with quantized weights keep these in buffers."""
+    """All parameters and buffers; modules with quantized weights keep these in buffers."""
     return itertools.chain(module.parameters(), module.buffers())
 
 
 def _tables_at(rotary: RotaryTables, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RotaryTables.tables`, on the CPU."""
+    """Compute `RotaryTables.tables`, and move them to the CPU."""
     try:
         cos, sin = rotary.tables(positions)
     except Exception as error:  # a rotary module with another signature
@@ -367,8 +368,8 @@ def _run(
     sin: torch.Tensor,
     with_other_vectors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values `(settings, heads, tokens, head_dim)` for tables `(settings, width)` in the form of
-    `rotary`; optionally with changed biases and norm weights.
+    """Run a module on tables `(settings, width)` in the form of `rotary`, and capture its queries, keys and values,
+    `(settings, heads, tokens, head_dim)`; optionally with changed biases and norm weights.
     """
     captured: list[torch.Tensor] = []
 
@@ -408,7 +409,7 @@ def _run(
 
 
 def _random_input(module: nn.Module) -> torch.Tensor:
-    """The input of an attention module: four random tokens, `(1, tokens, hidden)`."""
+    """A random input of an attention module: four tokens, `(1, tokens, hidden)`."""
     if not hasattr(module, "config"):
         raise UnsupportedModel(f"{type(module).__name__} has no config, which names the attention function")
     hidden_size = cast(Any, module.config).hidden_size
@@ -417,7 +418,7 @@ def _random_input(module: nn.Module) -> torch.Tensor:
 
 
 def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str, Any]:
-    """The arguments for a call of a module with these states and tables.
+    """Build the arguments for a call of a module with these states and tables.
 
     Raises:
         UnsupportedModel: it requires other arguments.
@@ -426,7 +427,7 @@ def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str
         "hidden_states": hidden,
         "position_embeddings": tables,
         "attention_mask": None,
-        "shared_kv_states": {},  # for layers that read the keys of this one
+        "shared_kv_states": {},  # read by layers that share the keys of this one
         "position_ids": torch.arange(_TOKENS, device=hidden.device)[None],
     }
     accepted = inspect.signature(module.forward).parameters
@@ -463,13 +464,13 @@ def _doubles(states: torch.Tensor) -> bool:
 
 
 def _read_layout(name: str, states: torch.Tensor, rounded: bool) -> RotaryLayout | None:
-    """The layout from states `(2 + bits, heads, tokens, head_dim)`: without rotation, after quarter turns of all pairs,
-    and, for each bit, after quarter turns of the pairs whose frequency index has the bit.
+    """Derive the layout from states `(2 + bits, heads, tokens, head_dim)`: without rotation, after quarter turns of all
+    pairs, and, for each bit, after quarter turns of the pairs whose frequency index has the bit.
     """
     tolerance = _ULPS * torch.finfo(states.dtype).eps if rounded else 0.0
 
     def alike(products: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """By channel, over `(heads * tokens, channels)`."""
+        """Whether products equal the expected ones, for each channel of `(heads * tokens, channels)`."""
         return ((products - expected).abs() <= tolerance * expected.abs()).all(dim=0)
 
     still, turned, *by_bit = states.cpu().flatten(1, 2)

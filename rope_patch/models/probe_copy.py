@@ -1,4 +1,4 @@
-"""Copies on which parts of a model are measured, and the test whether two parts are of one kind.
+"""Copies on which parts of a model are measured, and a test whether two parts are of one kind.
 
 A copy runs the same code with small random weights: projections read a few of their input features, norms keep their
 width. The module itself is neither run nor changed.
@@ -23,7 +23,7 @@ _PLACED = {"_hf_hook", "_old_forward", "forward"}  # attributes that accelerate 
 
 
 class NoProbeCopy(Exception):
-    """A module runs code that a copy would not run."""
+    """Raised for a module that runs code which a copy would not run."""
 
 
 class _Projection(nn.Linear):
@@ -38,12 +38,12 @@ class _Projection(nn.Linear):
         self.bias = None if bias is None else nn.Parameter(_random_like(bias, device, random), False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
+        """Project `(..., in_features)` to `(..., out_features)`."""
         return nn.functional.linear(input[..., : self.weight.shape[1]], self.weight, self.bias)
 
 
 class ProbeCopies:
-    """Creates copies for the probe on a device; a shared module stays shared."""
+    """A maker of copies for the probe on a device; a shared module stays shared."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,7 +52,7 @@ class ProbeCopies:
         self._made: dict[int, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
-        """A copy of a module, in evaluation mode; attributes that a forward sets stay on the copy.
+        """Copy a module, in evaluation mode; attributes that a forward sets stay on the copy.
 
         Raises:
             NoProbeCopy: the module has a hook or a replaced forward, which a copy would not run.
@@ -100,7 +100,8 @@ class ProbeCopies:
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """Everything that a module's measurement depends on: equal for two modules of one kind, unique if in doubt.
+    """A key of everything that a module's measurement depends on: equal for two modules of one kind, unique if in
+    doubt.
 
     It contains all settings of the module and its submodules except `layer_idx`; weights count by their shapes.
     """
@@ -108,7 +109,7 @@ def kind_of(module: nn.Module) -> Hashable:
 
 
 def part_of(module: nn.Module) -> tuple[Any, ...]:
-    """`kind_of` without submodules."""
+    """The key of a module alone, without its submodules; see `kind_of`."""
     if not _runs_its_class(module):
         return (id(module),)
     attributes = {**_settings(module), **module._parameters, **module._buffers}
@@ -134,7 +135,7 @@ def _runs_its_class(module: nn.Module) -> bool:
 
 
 def _frozen(value: Any) -> Hashable:
-    """A setting by value if it is plain data, otherwise by identity."""
+    """Freeze a setting: by value if it is plain data, otherwise by identity."""
     if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device, type)):
         return type(value), value
     if isinstance(value, torch.Tensor):

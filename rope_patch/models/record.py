@@ -28,7 +28,8 @@ NATIVE = ("rope_parameters", "max_position_embeddings")
 
 @dataclass(frozen=True)
 class Record:
-    """A scheme under which a checkpoint was saved, and how to return to the checkpoint without it.
+    """The record of a scheme under which a checkpoint was saved, with the fields that restore the checkpoint without
+    it.
 
     Attributes:
         scheme: the only one, or the one of the largest factor.
@@ -46,7 +47,7 @@ class Record:
 
     @classmethod
     def read(cls, config: Any) -> Record | None:
-        """The record in a config, or in the config of its text model; None without one.
+        """Read the record in a config, or in the config of its text model; None without one.
 
         Args:
             config: of Transformers, or the fields of a settings file.
@@ -81,7 +82,7 @@ class Record:
 
     @classmethod
     def find(cls, model: Any) -> Record | None:
-        """The record in the config of a model or of a module in it; None without one.
+        """Find the record in the config of a model or of a module in it; None without one.
 
         Raises:
             InvalidField, UnknownScheme, UnsupportedModel: see `read`.
@@ -91,7 +92,7 @@ class Record:
         return next((record for record in map(cls.read, configs) if record is not None), None)
 
     def write(self, config: Any) -> None:
-        """Put the record into a config, or into the fields of a settings file; `read` reads it back."""
+        """Write the record into a config, or into the fields of a settings file; `read` reads it back."""
         written = {"scheme": self.scheme.to_dict(), **copy.deepcopy(dict(self.native))}
         if self.left_alone:
             written["left_alone"] = {str(index): reason for index, reason in self.left_alone.items()}
@@ -114,7 +115,7 @@ class Record:
 
 
 def forget_record(config: Any) -> None:
-    """Take the record out of a config and out of the configs inside it."""
+    """Remove the record from a config and from the configs inside it."""
     vars(config).pop(RECORD, None)
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -122,7 +123,7 @@ def forget_record(config: Any) -> None:
 
 
 def before_patch(config: Any) -> Any:
-    """A config that records a scheme, as it was before the patch; any other config itself."""
+    """The config as it was before the patch, if it records a scheme; any other config itself."""
     record = vars(config).get(RECORD)
     if not isinstance(record, dict):
         return config
@@ -130,7 +131,7 @@ def before_patch(config: Any) -> Any:
 
 
 def _with(config: Any, native: Mapping[str, Any]) -> Any:
-    """A copy of a config with other values of some fields; `setattr` could raise Transformers' own errors."""
+    """Copy a config with other values of some fields; `setattr` could raise Transformers' own errors."""
     copied = copy.copy(config)
     vars(copied).update({copied.attribute_map.get(name, name): value for name, value in native.items()})
     return copied
@@ -146,4 +147,4 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "left_alone": (lambda value: _has_numbers(value, 0), "a reason for each layer's index"),
     "per_request": (lambda value: _has_numbers(value, 1), "a scheme for each factor"),
 }
-"""What fields of the record may contain, as a check and in words."""
+"""The check on each field of the record, and the allowed values in words."""

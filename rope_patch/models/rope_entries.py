@@ -34,11 +34,11 @@ _LAYER_TYPES = {
     "main": ("sliding_attention",),
     "compress": ("compressed_sparse_attention", "heavily_compressed_attention"),
 }
-"""The layer types of entries that are not named for one: those of DeepSeek V4, with and without compressed keys."""
+"""The layer types of entries with names of their own: DeepSeek V4's, with and without compressed keys."""
 
 _LARGEST = 1e300  # larger numbers overflow in computations
 
-LARGEST_SIZE = 10**15  # of the sizes and factors in a config
+LARGEST_SIZE = 10**15  # the largest size or factor in a config
 
 
 def is_number(value: Any) -> bool:
@@ -81,14 +81,14 @@ def rotates_by(layer_type: str, name: str | None) -> bool:
 
 
 def layer_types_of(name: str | None, config: Any) -> list[str]:
-    """The layer types of a config that rotate by the entry of this name; the name itself, unless it is not one."""
+    """The layer types of a config that rotate by the entry of this name; only the name itself if it is a layer type."""
     kinds = _LAYER_TYPES.get(name or "")
     return [str(name)] if kinds is None else [kind for kind in kinds if kind in config.layer_types]
 
 
 def as_computed(entry: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
-    """An entry of a checkpoint with the values that Transformers computes with (`modeling_rope_utils.py`, 5.23), and a
-    sentence for each value that other programs may take otherwise.
+    """An entry with the values that Transformers computes with (`modeling_rope_utils.py`, 5.23), and a sentence for
+    each value that other programs may read otherwise.
     """
     computed, said = dict(entry), []
     original, longest = entry.get(ORIGINAL), getattr(config, "max_position_embeddings", None)
@@ -136,7 +136,7 @@ def main_layer_type(entries: dict[str | None, dict[str, Any]]) -> str | None:
 
 
 def scheme_of_entry(entry: dict[str, Any], nested: bool, checked: bool = True) -> Scheme | None:
-    """The scheme that an entry describes, alone or `nested` by layer type; None if there is none here.
+    """The scheme that an entry describes, alone or `nested` by layer type; None if no scheme here is of its type.
 
     Args:
         checked: whether the rules of new schemes hold; a checkpoint may have any values that can be computed.
@@ -166,7 +166,9 @@ def scheme_of_entry(entry: dict[str, Any], nested: bool, checked: bool = True) -
 
 
 def _is_computable(cls: type[Scheme], values: dict[str, Any]) -> bool:
-    """Whether the only values that break a rule of the class are numbers of at least 0, and its factor is above it."""
+    """Whether the values can be computed: only numbers of at least 0 break a rule of the class, and the factor is above
+    0.
+    """
     rules = [rule for rule in rules_of(cls).values() if rule.name in values]
     numbers = {rule.name for rule in rules if rule.kind in (int, float)}
     if not all(is_number(values[name]) and values[name] >= 0 for name in numbers) or values.get("factor") == 0:
@@ -176,7 +178,7 @@ def _is_computable(cls: type[Scheme], values: dict[str, Any]) -> bool:
 
 
 def _unchecked(cls: type[Scheme], values: dict[str, Any]) -> Scheme:
-    """A scheme with values that no new one may have; its methods do not check them again."""
+    """Build a scheme with values that no new one may have; its methods do not check them again."""
     scheme = object.__new__(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         value = values.get(field.name, field.default)

@@ -1,4 +1,4 @@
-"""Schemes as Transformers' `rope_parameters`, and the other way round."""
+"""Schemes as Transformers' `rope_parameters`, and `rope_parameters` as schemes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.ntk import AdjustedBase
 from rope_patch.schemes.per_layer import PerLayer
+from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.registry import scheme_class
 from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.rotary import periods
@@ -53,7 +54,8 @@ STANDS_STILL = 1e12  # the factor of a pair whose frequency is 0: it turns by le
 def export_rope_parameters(
     scheme: Scheme | nn.Module, config: Any = None, as_lists: int | None = None, weights: Weights = NO_WEIGHTS
 ) -> dict[str, Any]:
-    """The `rope_parameters` with which plain Transformers, and other readers of its configs, compute this scheme.
+    """Express a scheme as the `rope_parameters` with which plain Transformers, and other readers of its configs,
+    compute it.
 
     Args:
         scheme: with static frequencies, or Transformers' own length-dependent ones; or a patched model, for its scheme
@@ -80,7 +82,8 @@ def export_rope_parameters(
         raise NotExpressible(f"{type(config).__name__} has no `rope_parameters`: its positions are not a rotation")
     kinds = set(getattr(config, "layer_types", None) or ())
     mixed = {"full_attention", "sliding_attention"} <= kinds and None in rope_entries(config)
-    if not scheme.by_layer and mixed and _has_window("sliding_attention", config):  # which a patch leaves unchanged
+    # a patch leaves layers with a window unchanged
+    if not scheme.by_layer and mixed and _has_window("sliding_attention", config):
         window = configs_of_type(config, "sliding_attention")[0].sliding_window
         raise NotExpressible(
             f"{type(config).__name__} has one entry of rope_parameters for full and sliding-window layers; "
@@ -93,7 +96,7 @@ def export_rope_parameters(
     for layer_type, chosen in _by_entry(scheme, config).items():
         entry = rope_entries(config)[layer_type]
         share = entry.get("partial_rotary_factor", 1.0)
-        is_share = entry.get("rope_type") == "proportional"  # of the pairs; otherwise of the dimensions
+        is_share = entry.get("rope_type") == "proportional"  # a share of the pairs; otherwise of the dimensions
         dim = head_dim(configs_of_type(config, layer_type)[0])
         spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
         scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
@@ -110,28 +113,34 @@ def export_rope_parameters(
         longest = getattr(config, "max_position_embeddings", None)
         if parameters.get("rope_type") == "dynamic" and longest != spec.training_length:
             raise NotExpressible(
-                f"{scheme} grows from the training length of {spec.training_length}; `dynamic` of Transformers grows "
+                f"{spelled(scheme)} grows from the training length of {spec.training_length}; `dynamic` of "
+                "Transformers grows "
                 f"from max_position_embeddings={longest}"
             )
         if as_lists is None and is_share and not chosen.chooses_pairs:
             if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _SHARE_TYPES:
                 raise NotExpressible(
-                    f"{scheme}: this checkpoint rotates only {share} of its pairs, which Transformers cannot combine "
+                    f"{spelled(scheme)}: this checkpoint rotates only {share} of its pairs, which Transformers "
+                    "cannot combine "
                     f"with the rope_type {parameters['rope_type']!r}"
                 )
             parameters["rope_type"] = "proportional"
         elif not is_share and "partial_rotary_factor" in parameters and share != 1:
             raise NotExpressible(
-                f"{scheme} is a share of the whole head in Transformers, but this checkpoint rotates only {share} of it"
+                f"{spelled(scheme)} is a share of the whole head in Transformers, but this checkpoint rotates only "
+                f"{share} of it"
             )
         if layer_type is not None and parameters.get("truncate") is False:
             raise NotExpressible(
-                f"{scheme}: Transformers ignores truncate=False in rope_parameters nested by layer type, as in "
+                f"{spelled(scheme)}: Transformers ignores truncate=False in rope_parameters nested by layer type, as "
+                "in "
                 f"{type(config).__name__}"
             )
         parameters = unscaled | parameters
         if getattr(config, "layer_rope_theta", None) and parameters["rope_theta"] != entry["rope_theta"]:
-            raise NotExpressible(f"{scheme}: {type(config).__name__} has a rope_theta of its own for each layer")
+            raise NotExpressible(
+                f"{spelled(scheme)}: {type(config).__name__} has a rope_theta of its own for each layer"
+            )
         if layer_type is None:
             exported = parameters
         else:
@@ -143,7 +152,7 @@ def export_rope_parameters(
 def equal_lists(
     scheme: Scheme, native: Scheme | None, rotary: RotarySpec, length: int, weights: Weights = NO_WEIGHTS
 ) -> dict[str, Any]:
-    """Static frequencies as an entry of the type `longrope` whose lists for short and long texts are the same.
+    """Express static frequencies as an entry of the type `longrope` whose lists for short and long texts are equal.
 
     Readers divide the checkpoint's frequencies by the lists. They agree on those, but not on the temperature a:
     Transformers reads `attention_factor`, vLLM and SGLang `short_mscale` and `long_mscale`, and others compute
@@ -165,7 +174,7 @@ def equal_lists(
         scheme = Compose(native, scheme)
     untrained = scheme.learned_frequencies and not weights
     if scheme.slots != {"frequencies"} or scheme.length_dependent or untrained or scheme.decays:
-        raise NotExpressible(f"{scheme}: lists of factors are static frequencies, and nothing else")
+        raise NotExpressible(f"{spelled(scheme)}: lists of factors are static frequencies, and nothing else")
     frequencies = scheme.frequencies_on(rotary, weights=weights)
     period, inv_freq = periods(rotary.dim, rotary.base), frequencies.inv_freq
     factors = 1 / (inv_freq.double() * period.double())
@@ -185,7 +194,7 @@ def equal_lists(
 
 
 def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The entry of full attention; without that name, the one that reaches farthest. Some types have none."""
+    """The entry of full attention; if none has that name, the one that reaches farthest. Some types have no entry."""
     if "rope_type" in parameters:
         return parameters
     entries = [entry for entry in parameters.values() if entry]
@@ -247,7 +256,7 @@ def scheme_of_parameters(parameters: dict[str, Any], config: Any) -> Scheme:
 
 
 def _scheme_given(parameters: dict[str, Any], own: dict[str, Any], config: Any, nested: bool) -> Scheme:
-    """The scheme of one entry that replaces an entry of the checkpoint."""
+    """Build the scheme of one entry that replaces an entry of the checkpoint."""
     entry = {name: value for name, value in parameters.items() if value is not None or name == "truncate"}
     kind = entry.pop("type", "default")
     cls = scheme_class(entry.setdefault("rope_type", kind))
@@ -280,7 +289,9 @@ def _scheme_given(parameters: dict[str, Any], own: dict[str, Any], config: Any, 
 
 
 def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
-    """The scheme of each entry that changes, by layer type: without a window in L, unless layers are selected."""
+    """The scheme of each entry that changes, by layer type. Entries of layers with a window within L stay, unless
+    layers are selected.
+    """
     entries = rope_entries(config)
     if not scheme.by_layer:
         return {layer_type: scheme for layer_type in entries if not _has_window(layer_type, config)}
@@ -292,7 +303,7 @@ def _by_entry(scheme: Scheme, config: Any) -> dict[str | None, Scheme]:
         here = {schemes[index] for index, kind in enumerate(kinds) if rotates_by(kind, layer_type)}
         if len(here) > 1:
             raise NotExpressible(
-                f"{scheme}: {type(config).__name__} has one entry of rope_parameters for "
+                f"{spelled(scheme)}: {type(config).__name__} has one entry of rope_parameters for "
                 f"{'all layers' if layer_type is None else f'layers of the type {layer_type}'}, which differ here"
             )
         by_type |= {layer_type: chosen for chosen in here if chosen is not None}  # noqa: B035 - one at most
@@ -307,8 +318,8 @@ _WINDOWS = {
 
 
 def _has_window(layer_type: str | None, config: Any) -> bool:
-    """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged;
-    refused if some do and some do not.
+    """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged.
+    Layers of which only some do are refused.
     """
     name = _WINDOWS.get(layer_type or "")
     windows = [getattr(layer, name, None) for layer in configs_of_type(config, layer_type)] if name else []
@@ -338,7 +349,7 @@ def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any, besid
 
 def stated_parameters(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> dict[str, Any] | None:
     """The `rope_parameters` that change the tables of the layer types `changed` as the scheme does, and no others; None
-    if there are none.
+    if no parameters can.
     """
     if any(getattr(tables.module, "config", stack.config) is not stack.config for tables in stack.rotary):
         return None  # the stack makes a config of its own for this rotary module
@@ -372,8 +383,8 @@ def native_scheme_of(stack: Stack) -> Scheme:
 
 
 def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str, float]:
-    """The numbers that the layer's attention module would have with another scaling in its config, by attribute; those
-    that stay the same are left out. Latent attention multiplies its softmax scale by the square of YaRN's temperature
+    """The numbers that the layer's attention module would have with another scaling in its config, by attribute,
+    without those that stay the same. Latent attention multiplies its softmax scale by the square of YaRN's temperature
     when it is built; a scheme that replaces the checkpoint's frequencies replaces that, too.
 
     Args:
@@ -393,7 +404,7 @@ def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str,
 
 
 def _float_attributes(layer: AttentionLayer, entries: dict[Any, Any]) -> dict[str, float]:
-    """The numbers of a new module of the layer's class, without weights."""
+    """The numbers that a new module of the layer's class computes, built without weights."""
     module = layer.module
     config = copy.copy(cast(Any, module.config))
     vars(config)["rope_parameters"] = entries.get(None, entries)

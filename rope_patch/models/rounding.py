@@ -1,4 +1,4 @@
-"""Frequencies of a checkpoint that a cast to half precision has rounded."""
+"""Detection of frequencies of a checkpoint that a cast to half precision has rounded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Rounding(NamedTuple):
-    """How frequencies were rounded: to which dtype, and by up to how much, in radians per token."""
+    """The rounding of frequencies: the dtype, and the largest error in radians per token."""
 
     dtype: torch.dtype
     error: float
@@ -22,8 +22,9 @@ def is_half(dtype: torch.dtype) -> bool:
 
 
 def rounding_of(frequencies: torch.Tensor, declared: torch.Tensor | None) -> Rounding | None:
-    """How these `frequencies` were rounded from those that a config describes, both `(d/2,)`; None if they were not.
-    They may be in a wider dtype again. Without `declared` ones, half a step of the dtype is the largest error.
+    """Find out how these `frequencies` were rounded from those that a config describes, both `(d/2,)`; None if they
+    were not. They may be in a wider dtype again. Without `declared` ones, half a step of the dtype is the largest
+    error.
     """
     half = is_half(frequencies.dtype)
     if declared is None or declared.shape != frequencies.shape:
@@ -39,7 +40,9 @@ def rounding_of(frequencies: torch.Tensor, declared: torch.Tensor | None) -> Rou
 
 
 def rounding_sentence(rounding: Rounding, length: int, scheme: str) -> str:
-    """A sentence, without a full stop, on frequencies that a scheme keeps, with the error at position `length`."""
+    """A sentence, without a full stop, about rounded frequencies that a scheme keeps, with the error at position
+    `length`.
+    """
     name = str(rounding.dtype).removeprefix("torch.")
     return (
         f"a cast has rounded the model's own frequencies to {name}, so its angles are wrong by up to "

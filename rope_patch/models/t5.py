@@ -33,7 +33,7 @@ def recognises(module: nn.Module) -> bool:
 
 
 def read(stack: PreTrainedModel) -> Stack:
-    """The layers of a recognised encoder or decoder.
+    """Read the layers of a recognised encoder or decoder.
 
     Raises:
         UnsupportedModel: for LongT5, whose encoders bypass the attention interface, for UDOP, whose biases also depend
@@ -84,7 +84,7 @@ def _attention_modules(blocks: nn.Module, name: str) -> Iterator[tuple[str, Any]
 
 @dataclass(eq=False)
 class NoBias:
-    """Replaces `compute_bias` of an attention module while it is patched.
+    """A replacement for `compute_bias` of an attention module while it is patched.
 
     Self-attention then gets its biases from distances; if another attention function scores it, its own biases are
     computed. Cross-attention has no biases, but would allocate zeros for all pairs.
@@ -93,7 +93,9 @@ class NoBias:
     module: nn.Module
 
     def __call__(self, query_length: int, key_length: int, **kwargs: Any) -> torch.Tensor | None:
-        """None; or the module's own biases, `(1, heads, query_length, key_length)`."""
+        """Return None, or the module's own biases, `(1, heads, query_length, key_length)`, if another function scores
+        it.
+        """
         module = cast(Any, self.module)
         has_own = hasattr(module, "relative_attention_bias")
         if has_own and not module.config._attn_implementation.startswith("rope_patch"):

@@ -1,4 +1,6 @@
-"""Positions that are added at the input of a stack or of its blocks, and tables that get other rows."""
+"""Hooks that add positions at the input of a stack or of its blocks, and tables of positions whose rows are
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from rope_patch.schemes.tools.tables import require_room
 
 @dataclass(eq=False)
 class StackEntry:
-    """Pre-hook of a stack: x_m becomes e(x_m, token_m, m).
+    """Pre-hook of a stack that replaces its input x_m by e(x_m, token_m, m).
 
     A `causal` stack may read a text in pieces, so a scheme's state is kept after the `num_layers` of the cache.
     """
@@ -41,7 +43,7 @@ class StackEntry:
     causal: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments with positions, and with vectors instead of tokens unless each block adds positions."""
+        """Return the arguments with positions, and with vectors instead of tokens unless each block adds positions."""
         kwargs = by_name(module, args, kwargs)
         check_tokens(module, kwargs)
         ids, states = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
@@ -86,12 +88,14 @@ class StackEntry:
 
 
 def _name_of_cache(module: nn.Module) -> str:
-    """The name of the cache among the arguments of a stack; by another name Transformers 5.24 warns."""
+    """The name of the cache among the arguments of a stack; Transformers 5.24 warns about the other name."""
     return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def _new_cache(module: nn.Module) -> Cache:
-    """The cache that the model would create, but too late to hold the state; refused if it is of a class of its own."""
+    """Create the cache that the model would create too late to hold the state; refuse a model with a cache class of its
+    own.
+    """
     here = type(module).__module__
     for kind in vars(sys.modules[here]).values():
         if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == here:
@@ -102,7 +106,7 @@ def _new_cache(module: nn.Module) -> Cache:
 
 
 class StateHistory(DynamicLayer):
-    """A scheme's state after each token, kept in the cache as the keys of an additional layer.
+    """A cache layer with a scheme's state after each token, in the place of keys.
 
     So it is reordered for beams, cropped and repeated like keys.
     """
@@ -113,7 +117,9 @@ class StateHistory(DynamicLayer):
 
 @dataclass(eq=False)
 class BlockEntry:
-    """Pre-hook of the block `name`: adds positions at the input of layer `index`, the first of the `remaining` ones."""
+    """Pre-hook of the block `name` that adds positions at the input of layer `index`, the first of the `remaining`
+    ones.
+    """
 
     name: str
     scheme: Scheme
@@ -122,7 +128,7 @@ class BlockEntry:
     remaining: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments with positions added to the states."""
+        """Return the arguments with positions added to the states."""
         named = by_name(module, args, kwargs)
         states, positions = named["hidden_states"], named.get("position_ids")
         if positions is None:
@@ -150,8 +156,8 @@ def install_entry(
 
 
 def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> None:
-    """Give a stack the positions of a scheme that fills `embedding`. Reserved rows stay; the configs must already be
-    this model's own copies.
+    """Replace the table of positions of a stack by the rows of a scheme that fills `embedding`. Reserved rows stay; the
+    configs must already be this model's own copies.
 
     Raises:
         InvalidField: a field does not fit the table; nothing changes then.

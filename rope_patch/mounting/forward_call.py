@@ -27,7 +27,7 @@ from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import Frequencies, PositionMap, Weights
 
 Rows = tuple[int, ...]
-"""Some rows of a batch."""
+"""The indices of some rows of a batch."""
 
 _SLOTS = "_rope_patch_slots"
 """Attribute of the positions in a cache that are known to be the slots of the keys: a step need not read them."""
@@ -86,13 +86,13 @@ class ForwardCall:
 
     @property
     def start(self) -> int | torch.Tensor:
-        """Slot of the first query among the keys."""
+        """The slot of the first query among the keys."""
         return 0 if self.query_start is None else self.query_start
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Length of each row in tokens, without pads on either side, `(batch or 1,)`; of the document of each token,
-        `(batch or 1, q_len)`, if `documents` are known.
+        """The length of each row in tokens, without pads on either side, `(batch or 1,)`; or, if `documents` are known,
+        the length of each token's document, `(batch or 1, q_len)`.
         """
         if self.row_lengths is not None:
             return self.row_lengths
@@ -106,13 +106,13 @@ class ForwardCall:
         return query.shape[1] if self.heads is None else self.state.layer.heads.num
 
     def repeated(self, **changed: Any) -> ForwardCall:
-        """This call with some attributes `changed`, as `dataclasses.replace` in a tenth of the time."""
+        """Copy this call with some attributes `changed`, in a tenth of the time of `dataclasses.replace`."""
         call = object.__new__(ForwardCall)
         vars(call).update(vars(self), **changed)
         return call
 
     def of_request(self, request: Request) -> ForwardCall:
-        """The part of this call for one request in a row of continuous batching."""
+        """Restrict this call to one request in a row of continuous batching."""
         return dataclasses.replace(
             self,
             forward=request.forward,
@@ -124,12 +124,12 @@ class ForwardCall:
         )
 
     def rows_by_length(self) -> Mapping[int, Rows]:
-        """The rows of each length, for a scheme whose regions follow it.
+        """The indices of the rows with each length, for a scheme whose regions follow the length.
 
         Raises:
             UnsupportedPositions: nobody may look at positions here, or the texts of a row have lengths of their own.
         """
-        if self.forward.traced:  # nor can it put a scheme into words
+        if self.forward.traced:  # a graph cannot put a scheme into words either
             raise UnsupportedPositions(
                 "the regions of this scheme follow the length of the text, which a compiled graph does not know; set "
                 "length=..., or run eagerly"
@@ -142,7 +142,7 @@ class ForwardCall:
         return self.forward.shared(_by_length)(self.lengths)
 
     def of_rows(self, rows: Rows, kv_length: int) -> ForwardCall:
-        """The part of this call for some rows of the batch, whose `kv_length` keys have arrived already."""
+        """Restrict this call to some rows of the batch, whose `kv_length` keys have arrived already."""
         some = functools.partial(self.forward.shared(some_rows), rows=rows)
         return self.repeated(
             states=some(self.states),
@@ -156,7 +156,7 @@ class ForwardCall:
         )
 
     def turner(self, kv_length: int, learned: Weights) -> Turner:
-        """The rotations of the queries and of `kv_length` keys, with the layer's `learned` parameters."""
+        """Describe the rotations of the queries and of `kv_length` keys, with the layer's `learned` parameters."""
         state, frequencies, layout = self.state, None, None
         keys = self.key_positions(kv_length)
         if state.rotates:
@@ -184,7 +184,7 @@ class ForwardCall:
         )
 
     def _frequencies(self, learned: Weights) -> Frequencies:
-        """f of the layer for the rows of this call."""
+        """The frequencies f of the layer for the rows of this call."""
         lengths = self.lengths if self.state.scheme.length_dependent else None
         device, source = self.position_ids.device, self.state.source
         if self.state.scheme.learned_frequencies:
@@ -192,14 +192,14 @@ class ForwardCall:
         return self.forward.shared(FrequencySource.frequencies)(source, lengths, device, self.anchor is not None)
 
     def _by_head(self, frequencies: Frequencies, keys: torch.Tensor) -> tuple[Frequencies, torch.Tensor]:
-        """f of the query heads that arrive, and the positions of a key for each of them."""
+        """The frequencies f of the query heads that arrive, and the key positions repeated for each of them."""
         inv_freq = frequencies.inv_freq[:, self.heads or EVERY]
         if keys.ndim == 3:
             keys = keys.repeat_interleave(inv_freq.shape[1] // keys.shape[1], dim=1)
         return dataclasses.replace(frequencies, inv_freq=inv_freq), keys
 
     def decay(self, learned: Weights) -> Decay | None:
-        """How scores of the layer decay with distance; None if they do not."""
+        """The decay of the layer's scores with distance; None if they do not decay."""
         state = self.state
         if not state.decays:
             return None
@@ -208,8 +208,8 @@ class ForwardCall:
         return Decay(cast(RotaryLayout, state.layer.layout), cast(torch.Tensor, own.decay))
 
     def key_positions(self, kv_length: int) -> torch.Tensor:
-        """`(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys; shared by the layers of
-        one forward if possible.
+        """Positions of all keys, `(batch or 1, kv_len)`, or `(batch, kv_heads, kv_len)` if heads keep different keys;
+        shared by the layers of one forward if possible.
         """
         start, past, shared = self.query_start, self.past, self.forward.shared
         if past is not None and kv_length == past.shape[-1] + self.position_ids.shape[-1]:
@@ -218,8 +218,8 @@ class ForwardCall:
         return shared(_completed)(past, counted) if self.scattered and past is not None else counted
 
     def look_back(self, cache: Cache, mask: Any) -> None:
-        """Set what follows from a cache, not yet updated: the number of keys, and the positions of cached ones. `mask`
-        is the one that the module receives, if any.
+        """Read a cache that is not yet updated: set the number of keys, the positions of cached ones, and the fields
+        that follow. `mask` is the one that the module receives, if any.
         """
         state, index, q_length = self.state, self.state.layer.cache_index, self.states.shape[1]
         self.cache, self.kv_length = cache, cache.get_mask_sizes(q_length, index)[0]
@@ -240,7 +240,7 @@ class ForwardCall:
         self.scattered = self.forward.shared(_are_scattered)(self.past, self.position_ids, self.seen)
 
     def _look_back_in_graph(self, cache: Cache) -> None:
-        """`look_back` without access to values: the graph asserts that positions have no gap."""
+        """Like `look_back`, but without access to values: the graph asserts that positions have no gap."""
         index, name = self.state.layer.cache_index, self.state.layer.name
         if is_static(cache, index):
             self.past = positions_in_graph(cache, index, self.position_ids, name)
@@ -289,7 +289,7 @@ def _by_length(lengths: torch.Tensor) -> Mapping[int, Rows]:
 
 
 def some_rows(states: torch.Tensor | None, rows: Rows) -> torch.Tensor | None:
-    """Some rows of `(batch, ...)`, or what all rows have in common, `(1, ...)`."""
+    """Select some rows of `(batch, ...)`; a tensor that all rows share, `(1, ...)`, stays as it is."""
     return states if states is None or len(states) == 1 else states[list(rows)]
 
 
@@ -301,7 +301,9 @@ def _document_lengths(position_ids: torch.Tensor, tokens: torch.Tensor | None, d
 
 
 def _completed(past: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The positions `past` of the first keys, followed by those that were `counted` for all keys."""
+    """Concatenate the positions `past` of the first keys and the rest of `counted`, which has positions for all
+    keys.
+    """
     return joined(past, counted[:, past.shape[-1] :])
 
 

@@ -23,7 +23,7 @@ _IN_PLACE = "`patch` returns a handle, and the model is patched in place: use th
 
 
 class PatchHandle:
-    """A model under a scheme. As a context manager it takes the scheme back on leaving the block.
+    """A model under a scheme. As a context manager it removes the scheme on leaving the block.
 
     Attributes:
         model: the patched model.
@@ -48,7 +48,7 @@ class PatchHandle:
 
     @property
     def stack(self) -> Stack:
-        """The only part of the model, or its encoder."""
+        """The patched stack of the model; the encoder if there are two."""
         return self.mounted[0][0]
 
     @property
@@ -58,7 +58,7 @@ class PatchHandle:
 
     @property
     def changes(self) -> Changes:
-        """What `remove` takes back."""
+        """The log of changes that `remove` undoes."""
         return self._changes
 
     @property
@@ -89,7 +89,7 @@ class PatchHandle:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refused: the model is called.
+        """Raise an error that says to call the model instead.
 
         Raises:
             TypeError: always.
@@ -102,7 +102,7 @@ class PatchHandle:
 
 
 def find_handle(model: nn.Module) -> PatchHandle | None:
-    """The handle of a patched model, also from inside or outside a wrapper around it; None where there is none."""
+    """The handle of a patched model, also from inside or outside a wrapper around it; None without one."""
     return next(iter(find_handles(model)), None)
 
 

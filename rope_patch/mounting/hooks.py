@@ -31,7 +31,8 @@ LONG = 64  # from this many tokens on, `IdentityTable` saves more than it costs
 
 @dataclass(eq=False)
 class StackHook:
-    """Pre-hook of the stack: a new forward shares nothing with the last one, and pads need no mask of all pairs.
+    """Pre-hook of the stack: it begins a new `Forward`, and turns pads into segment ids, so that no mask of all pairs
+    is built.
 
     Attributes:
         scorers: the attention modules, if they cover every layer of the stack and read groups; else empty.
@@ -43,7 +44,9 @@ class StackHook:
     counts: bool = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with pads and packed documents as groups, one number per key instead of one per pair."""
+        """Return the arguments with pads and packed documents as segment ids: one number per key instead of one per
+        pair.
+        """
         kwargs = by_name(module, args, kwargs)
         check_tokens(module, kwargs)
         changed = {}
@@ -60,7 +63,7 @@ class StackHook:
         return ((), {**kwargs, **changed}) if changed else None
 
     def _reads_groups(self, config: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether every layer reads groups, and there are several tokens."""
+        """Whether every layer reads segment ids, and the forward has several tokens."""
         tokens = tokens_of(kwargs)
         if not self.scorers or tokens is None or tokens.shape[1] == 1:
             return False
@@ -68,14 +71,14 @@ class StackHook:
 
 
 def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool, compiling: bool) -> torch.Tensor | None:
-    """Groups of the keys of a forward, `(batch or 1, keys)`, if Transformers would otherwise build a mask. While
+    """Segment ids of the keys of a forward, `(batch or 1, keys)`, if Transformers would otherwise build a mask. While
     compiling it builds one unless a cache is empty, because it cannot see that there are no pads and that no document
     ends.
     """
     tokens = cast(torch.Tensor, tokens_of(kwargs))
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.ndim == 3:
-        positions = positions[0]  # of the text, see `PassPositions`
+        positions = positions[0]  # the positions of the text, see `PassPositions`
     if isinstance(mask, torch.Tensor):
         return groups_of_pads(mask) if mask.ndim == 2 and (compiling or not mask.all()) else None
     if not causal:
@@ -92,7 +95,8 @@ def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool, compiling: 
 
 @dataclass(eq=False)
 class TagHook:
-    """Pre-hook of the first attention module, if a scheme changes only the tables: marks the cache with its writer.
+    """Pre-hook of the first attention module, for a scheme that changes only the tables: it marks the cache with its
+    writer.
 
     Attributes:
         tag, accepts_plain: as of `tag_cache`.
@@ -105,7 +109,7 @@ class TagHook:
     accepts_plain: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the cache among the arguments, which stay unchanged."""
+        """Mark the cache among the arguments; they stay unchanged."""
         if self.link.stack is None:
             return
         kwargs = by_name(module, args, kwargs)
@@ -117,7 +121,7 @@ class TagHook:
 
 @dataclass(eq=False)
 class LayerHook:
-    """Pre-hook of one attention module: makes a `ForwardCall` of its arguments.
+    """Pre-hook of one attention module: it makes a `ForwardCall` of the arguments.
 
     Attributes:
         registration: keeps the attention function registered for as long as this hook, or a copy of it, lives.
@@ -127,7 +131,7 @@ class LayerHook:
     registration: Registration
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with the module's rotation replaced, and with the `ForwardCall`."""
+        """Return the arguments with the module's rotation replaced, and with the `ForwardCall`."""
         kwargs = by_name(module, args, kwargs)
         call = self._follow(module, kwargs)
         if call is None:
@@ -142,16 +146,18 @@ class LayerHook:
         return (), kwargs
 
     def _follow(self, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall | None:
-        """The call for a decoded token, if it follows from what a layer of this kind saw."""
+        """The call for a decoded token, derived from an earlier layer of this kind that saw the same; None if it must
+        be read anew.
+        """
         state = self.state
         forward = state.forwards.current(kwargs.get("position_ids"))
         step = None if forward is None or PASSED in kwargs else forward.steps.get(state.kind)
         return None if step is None else step.followed_by(state, module, kwargs)
 
     def _look(self, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall:
-        """The call, with what follows from its positions, its mask and its cache."""
+        """Make the call from the module's positions, mask and cache."""
         state, hidden, cache = self.state, kwargs["hidden_states"], cache_in(kwargs)
-        stack_of(module, state.layer.name)  # which a copy of this layer has not
+        stack_of(module, state.layer.name)  # refuses a copy of this layer, which has no stack
         paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
         index = state.layer.cache_index
         if cache is not None:
@@ -160,7 +166,7 @@ class LayerHook:
             raise UnsupportedPositions(f"{type(cache).__name__}: quantised caches are not supported")
         start = None if cache is None else query_start(cache, index, hidden.shape[1])
         if isinstance(start, torch.Tensor) and not state.forwards.traced:
-            start = int(start)  # of a static cache, read once
+            start = int(start)  # the counter of a static cache, read once
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
         call = ForwardCall(state, state.forwards.for_positions(position_ids), hidden, position_ids, start, anchor)
@@ -174,7 +180,7 @@ class LayerHook:
         return call
 
     def _rotation(self, call: ForwardCall, kwargs: dict[str, Any]) -> Any:
-        """The tables by which the module rotates; None for those of the model."""
+        """The tables that the module is given to rotate by; None if it keeps the model's."""
         state, anchor, hidden, shared = self.state, call.anchor, call.states, call.forward.shared
         if state.rotates and state.layer.rotary is not None:
             if anchor in (None, UNROTATED):
@@ -206,8 +212,8 @@ class LayerHook:
             )
 
     def _positions(self, kwargs: dict[str, Any], start: int | torch.Tensor | None) -> torch.Tensor:
-        """Positions of the queries, `(batch or 1, q_len)`; without any, slots are counted from `start`. Refused if none
-        arrive, or with other axes.
+        """Positions of the queries, `(batch or 1, q_len)`, or slots counted from `start` if the module was passed none.
+        Positions on other axes, and modules that receive none, are refused.
         """
         layer, hidden = self.state.layer, kwargs["hidden_states"]
         passed = kwargs.pop(PASSED, None)
@@ -233,17 +239,18 @@ def _tables_at(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The tables of a rotary module at mapped positions."""
+    """Compute the tables of a rotary module at mapped positions."""
     return rotary.compute(position_map(position_ids), like=torch.empty(0, dtype=dtype, device=device))
 
 
 def _identity(tables: Any, device_type: str, fewer: bool) -> Any:
-    """Identity tables in the form of these; with `fewer` operators, see `IdentityTable`."""
+    """Identity tables of the same form as `tables`; if `fewer`, as `IdentityTable`, which skips operators."""
     if isinstance(tables, torch.Tensor):  # cos + i sin
         return torch.ones_like(tables)
     cos, sin = tables
     dtype = cos.dtype
-    if torch.is_autocast_enabled(device_type):  # otherwise the cache would hold float32 keys with values that are not
+    # otherwise the cache would hold float32 keys beside half-precision values
+    if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     one, zero = torch.ones_like(cos, dtype=dtype), torch.zeros_like(sin, dtype=dtype)
     return (IdentityTable.from_tensor(one, 1), IdentityTable.from_tensor(zero, 0)) if fewer else (one, zero)

@@ -23,7 +23,7 @@ class IdentityTable(torch.Tensor):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, number: int) -> IdentityTable:
-        """`tensor`, of any shape and full of one `number`, as an `IdentityTable`."""
+        """Mark `tensor`, of any shape and full of one `number`, as an `IdentityTable`."""
         table = tensor.as_subclass(cls)
         table.number = number
         return table
@@ -44,7 +44,7 @@ class IdentityTable(torch.Tensor):
 
 
 def _spared(name: str, *args: Any) -> torch.Tensor | None:
-    """The result of a product or a sum without computing it; None if it must be computed."""
+    """The result of a product or a sum, if it follows without computing; else None."""
     if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in args) or isinstance(args[0], IdentityTable):
         return None
     x, table = args

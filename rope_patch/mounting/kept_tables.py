@@ -23,7 +23,7 @@ _NAMES = ("inv_freq", "original_inv_freq")
 
 
 class KeptTables:
-    """The frequencies of one rotary module under a scheme.
+    """The frequencies of one rotary module under a scheme, restored after each cast of the module.
 
     If a cast has rounded them, frequencies that the scheme wrote are put back, and for the checkpoint's own there is a
     warning, once. `Module.to` and its like are noticed at once, by a method of the module that they call, and others
@@ -47,8 +47,8 @@ class KeptTables:
         return tuple(self._written)
 
     def write(self, tables: RotaryTables, frequencies: torch.Tensor, native: bool = False) -> None:
-        """Let a set of tables of the module have these frequencies, `(d/2,)`. If they are `native`, those of the
-        checkpoint's own scheme, rounded ones stay.
+        """Write these frequencies, `(d/2,)`, into a set of tables of the module. If they are `native`, the checkpoint's
+        own, rounded ones stay.
         """
         for name in map(tables.attribute, _NAMES):
             own = getattr(self.module, name, None)
@@ -66,7 +66,7 @@ class KeptTables:
         self._keep(tables.attribute("inv_freq"))
 
     def install(self, changes: Changes) -> None:
-        """Follow casts of the module, logged."""
+        """Follow casts of the module, and log the hooks in `changes`."""
         if self._written or self._read:
             changes.hook(self.module, self)
             changes.set(self.module, "_apply", self.apply)
@@ -77,11 +77,11 @@ class KeptTables:
             self._read[name] = own.clone()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at the tables of the module, or of its replica on another device; the arguments stay unchanged."""
+        """Check the tables of the module, or of its replica on another device; the arguments stay unchanged."""
         self._look(module)
 
     def apply(self, change: Any, recurse: bool = True) -> nn.Module:
-        """`Module._apply`, which calls `change` on every tensor, and then a look at the tables."""
+        """Replace `Module._apply`: call `change` on every tensor, then check the tables."""
         type(self.module)._apply(self.module, change, recurse)
         self._look(self.module)
         return self.module

@@ -24,13 +24,13 @@ from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, PositionMap, RotarySpec, Weights
 
 Rotation = Literal["module", "own", "late", "anchored"]
-"""Where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's own; in the
-attention function; or in both. In the last case the module uses the positions of the farthest region, which the cache
-keeps, and the function adds the difference."""
+"""The place where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's
+own; in the attention function; or in both. In the last case the module uses the positions of the farthest region,
+which the cache keeps, and the function adds the difference."""
 
 
 Watch = Callable[[str, "Problem | None"], None]
-"""Is told the name of an executor, or of the attention that was there before, and the problem if there was one."""
+"""A function that is told the executor that scored a layer, or the model's own attention, and the problem, if any."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class OwnTables:
     by_device: dict[torch.device, RotaryTables] = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, device: torch.device) -> RotaryTables:
-        """The tables on a device. Replicas on several devices run at once, so none moves what another reads."""
+        """The tables on a device. Each device has a copy, because replicas run at once, and none may move what another
+        reads.
+        """
         if traced():
             return self.by_device.get(device, self.tables)
         if device not in self.by_device:
@@ -52,7 +54,7 @@ class OwnTables:
 
 @dataclass(frozen=True)
 class FrequencySource:
-    """Where the frequencies of a layer come from; layers with the same tables have equal sources.
+    """The source of a layer's frequencies; layers with the same tables have equal sources.
 
     Attributes:
         scheme: of the layer.
@@ -71,8 +73,8 @@ class FrequencySource:
     def frequencies(
         self, lengths: Lengths, device: torch.device, anchored: bool, weights: Weights = NO_WEIGHTS
     ) -> Frequencies:
-        """f of the layer, with arguments as of `of_scheme`. If queries and keys are `anchored`, the model's own factor
-        was already applied to them.
+        """The frequencies f of the layer, with arguments as of `of_scheme`. If queries and keys are `anchored`, the
+        model's own factor was already applied to them.
         """
         if self.late:
             return self.of_scheme(lengths, device, weights)
@@ -81,7 +83,9 @@ class FrequencySource:
         return Frequencies(rotary.inv_freq.to(device), 1.0 if anchored else rotary.attention_scaling)
 
     def of_scheme(self, lengths: Lengths, device: torch.device, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """f of the scheme itself on a `device`, with its decay and learned `weights`, for rows of these `lengths`."""
+        """The scheme's own frequencies f on a `device`, with its decay and learned `weights`, for rows of these
+        `lengths`.
+        """
         depends = lengths is not None or len(weights) > 0 or traced()
         if not depends and device in self.static:  # copied to a device once
             return self.static[device]
@@ -158,25 +162,29 @@ class LayerState:
         self.scores |= self.by_head
 
     def regions_at(self, length: int, looks_ahead: bool) -> tuple[Region, ...]:
-        """The regions of texts of `length` tokens; those that a causal call can see, unless it `looks_ahead`."""
+        """The regions of texts of `length` tokens; only the regions that a causal call can see, unless it
+        `looks_ahead`.
+        """
         regions = self.scheme.at_length(length).segments()
         return regions if looks_ahead else _of_causal_call(regions)
 
     @property
     def reads_groups(self) -> bool:
-        """Whether pads and documents may be passed as groups of keys instead of a mask."""
+        """Whether pads and documents may be passed as segment ids of keys instead of a mask."""
         return self.layer.sliding_window is None
 
     def weights(self, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """The learned parameters by name, of any shape: those of the attention `module` that is called, which is a
-        replica of the layer's own under `nn.DataParallel`, and of its stack.
+        """The learned parameters by name, of any shape, of the attention `module` that is called and of its stack;
+        under `nn.DataParallel` the module is a replica of the layer's own.
         """
         if module is None or not is_linked(module):  # a server calls with a module of its own
             module = self.layer.module
         return self.learned.read_from(module, stack_of(module, self.layer.name))
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
-        """The rotation that the module should apply. Without a cache, no rotation is the least work."""
+        """The rotation that the module should apply before its keys are cached. Without a cache it need not rotate,
+        which costs least.
+        """
         if self.anchor is None or (keeps_keys and self.anchor != UNROTATED):
             return self.anchor
         return UNROTATED if cast(RotaryTables, self.layer.rotary).attention_scaling == 1 else None

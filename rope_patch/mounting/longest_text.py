@@ -1,4 +1,4 @@
-"""How long a text a model reads under a scheme, for programs that must name a limit: a server, a harness."""
+"""The longest text that a model reads under a scheme, for programs that must name a limit: a server, a harness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rope_patch.schemes.target import LONGEST, filled_for, takes_target
 
 
 def longest_text(handle: PatchHandle | None, checkpoint: Checkpoint) -> int:
-    """What a model reads, in tokens: its maximum, or what the scheme's fields say; 4 L where they set no limit.
+    """The longest text that a model reads, in tokens: its maximum, or the length that the scheme's fields give; 4 L if
+    they set no limit.
 
     Args:
         handle: of the patched model; None without a scheme.
@@ -34,7 +35,9 @@ def longest_text(handle: PatchHandle | None, checkpoint: Checkpoint) -> int:
 
 
 def _reach_of(part: Scheme, checkpoint: Checkpoint) -> int:
-    """The longest text in tokens that a scheme reaches on a checkpoint, which is the target that its fields are for."""
+    """The longest text in tokens that a scheme reaches on a checkpoint: the largest target for which its fields
+    suffice.
+    """
     own = {name: value for name, value in vars(part).items() if value is not None}
     given: dict[str, Any] = {name: own[name] for name in ("window", "original_max_position_embeddings") if name in own}
 

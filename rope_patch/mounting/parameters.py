@@ -17,6 +17,7 @@ from rope_patch.models.probe import device_of, dtype_of
 from rope_patch.models.rounding import is_half
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.schemes.tools.tables import require_room
 
@@ -45,7 +46,7 @@ class SchemeParameters(nn.Module):
 
 
 class Precise:
-    """Names of parameters for which half precision has too few digits; all holders of a scheme share them."""
+    """The names of parameters for which half precision has too few digits; all holders of a scheme share them."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -91,7 +92,7 @@ class LearnedWeights:
         return values | self.of_stack(stack) | self._in(module, self.own)
 
     def of_stack(self, stack: nn.Module) -> dict[str, torch.Tensor]:
-        """The shared ones by name, of any shape."""
+        """The parameters that layers share, by name, of any shape."""
         return self._in(stack, self.shared)
 
     def _in(self, module: nn.Module, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -102,8 +103,8 @@ class LearnedWeights:
         ones stay on the meta device.
         """
         values = {"relative_attention_bias": cast(Any, stack.get_submodule(self.table)).weight} if self.table else {}
-        for holder, names in ((stack, self.shared), (module, self.own)):  # what adapters train comes last
-            if names:
+        for holder, names in ((stack, self.shared), (module, self.own)):
+            if names:  # copies that adapters train come last, and win
                 values |= {path.rpartition(".")[2]: value for path, value in getattr(holder, NAME).named_parameters()}
         return {name: value if value.is_meta else value.detach().cpu() for name, value in values.items()}
 
@@ -136,7 +137,8 @@ def install_parameters(
     own = tuple(name for name in names if name not in scheme.shared)
     if shared and hasattr(stack.module, NAME):
         raise SlotConflict(
-            f"{scheme} learns {', '.join(shared)} for all its layers, but other layers already share parameters; use "
+            f"{spelled(scheme)} learns {', '.join(shared)} for all its layers, but other layers already share "
+            "parameters; use "
             "one scheme for all of them, or schemes with separate parameters per layer"
         )
     precise = Precise(scheme.precise)
@@ -149,13 +151,13 @@ def install_parameters(
 
 
 def path_of_table(stack: Stack, layer: AttentionLayer) -> str:
-    """The path in a stack of the checkpoint's own biases of a layer; empty without any."""
+    """The path in a stack to the checkpoint's own table of biases of a layer; empty without one."""
     modules = stack.module.named_modules() if layer.bias_table is not None else ()
     return next((path for path, module in modules if module is layer.bias_table), "")
 
 
 def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: int) -> dict[str, torch.Tensor]:
-    """The values of `Scheme.parameters`, without those that the checkpoint already has."""
+    """Initial values of the scheme's parameters, without those that the checkpoint already has."""
     values = scheme.parameters(shape_of(scheme, stack, layer), torch.Generator().manual_seed(seed))
     if layer.bias_table is not None:
         values.pop("relative_attention_bias", None)
@@ -163,7 +165,7 @@ def _initial_values(scheme: Scheme, stack: Stack, layer: AttentionLayer, seed: i
 
 
 def shape_of(scheme: Scheme, stack: Stack, layer: AttentionLayer) -> ModelShape:
-    """The sizes for learned parameters of a scheme in a layer."""
+    """The sizes from which a scheme shapes its learned parameters in a layer."""
     sizes = (
         stack.config.hidden_size,
         len(stack.layers) + len(stack.others),
@@ -186,7 +188,7 @@ def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def inventory(scheme: Scheme, stack: Stack, layers: Iterable[AttentionLayer]) -> Iterator[str]:
-    """The current state of the parameters of `install_parameters`, one line per name."""
+    """Describe the current state of the learned parameters, one line per name."""
     layers = list(layers)
     if not scheme.learns:
         return

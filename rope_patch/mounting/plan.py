@@ -34,6 +34,7 @@ from rope_patch.mounting.stack_positions import CountTokens, pass_positions
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.reach import spelled
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.positions import Identity
@@ -70,7 +71,7 @@ class Plan:
     by_layer: tuple[tuple[Stack, Plan], ...] = ()
 
     def mounts(self) -> str:
-        """The mounts in one phrase, for `describe`."""
+        """Name the mounts in one phrase, for `describe`."""
         used = ["rotary"] * bool(self.rotary) + ["late"] * bool(self.late) + ["embedding"] * bool(self.embedding)
         return " + ".join(used) or "none"
 
@@ -111,12 +112,12 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
 
 
 def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
-    """A plan for each group of layers under one scheme. A selected layer changes despite its window; a layer without
-    rotation stays unchanged only if the scheme would rotate it.
+    """Plan each group of layers under one scheme. A selected layer changes despite its window; a layer without rotation
+    stays unchanged only if the scheme would rotate it.
     """
     if stack.absolute is not None:
         raise UnsupportedModel(
-            f"{type(stack.module).__name__} adds positions to its input, not in layers; {scheme} needs layers"
+            f"{type(stack.module).__name__} adds positions to its input, not in layers; {spelled(scheme)} needs layers"
         )
     schemes = scheme.of_layers({layer.index: layer.kind for layer in stack.layers}, stack.config.num_hidden_layers)
     groups: dict[tuple[Scheme, bool], list[AttentionLayer]] = {}
@@ -140,7 +141,7 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
         part = dataclasses.replace(stack, layers=tuple(layers), others=others)
         _check_fit(chosen, part)
         if "embedding" in chosen.slots:
-            raise InvalidField(f"{scheme}: {chosen} adds positions to the input, which all layers share")
+            raise InvalidField(f"{spelled(scheme)}: {chosen} adds positions to the input, which all layers share")
         indices = tuple(layer.index for layer in layers)
         plans.append((part, _plan_layers(chosen, part, mount, {}) if rotates else Plan(chosen, late=indices)))
     plan = Plan(
@@ -155,7 +156,9 @@ def _plan_by_layer(scheme: Scheme, stack: Stack, mount: Mount) -> Plan:
 
 
 def _without_rotation(scheme: Scheme) -> Scheme | None:
-    """The parts of a scheme for a layer without rotation: None if there are none, or if they would rotate it."""
+    """The parts of a scheme that apply to a layer without rotation; None if there are none, or if they would rotate
+    it.
+    """
     parts = [part for part in scheme.parts() if part != NoPE()]
     if not parts or _rotates(scheme) or _moves_positions(scheme):
         return None
@@ -165,7 +168,7 @@ def _without_rotation(scheme: Scheme) -> Scheme | None:
 def _check_change(scheme: Scheme, stack: Stack, left_alone: dict[int, str]) -> None:
     if len(left_alone) == len(stack.layers):
         reasons = "; ".join(sorted(set(left_alone.values())))
-        raise NothingToPatch(f"{scheme} would change no layer of {type(stack.module).__name__}: {reasons}")
+        raise NothingToPatch(f"{spelled(scheme)} would change no layer of {type(stack.module).__name__}: {reasons}")
 
 
 def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[int, str]) -> Plan:
@@ -195,7 +198,7 @@ def _plan_layers(scheme: Scheme, stack: Stack, mount: Mount, left_alone: dict[in
 
 
 def _numbers(scheme: Scheme, layers: Sequence[AttentionLayer]) -> dict[int, dict[str, float]]:
-    """`Plan.numbers`; layers of one class and kind share them."""
+    """The values of `Plan.numbers` by layer; layers of one class and kind share them."""
     owner = next((part for part in scheme.parts() if "frequencies" in part.slots and not part.refines), None)
     if owner is None:
         return {}
@@ -239,7 +242,9 @@ def _rotation(
 
 
 def _reads_unrotated(scheme: Scheme) -> bool:
-    """Whether it has a content bias together with a rotation: the bias reads queries and keys before they rotate."""
+    """Whether the scheme has a content bias together with a rotation: the bias reads queries and keys before they
+    rotate.
+    """
     return "content_bias" in scheme.methods and NoPE() not in scheme.parts()
 
 
@@ -251,31 +256,36 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     family, heads = type(stack.module).__name__, stack.checkpoint.num_heads
     if stack.absolute is not None and not (scheme.slots == {"embedding"} and scheme.is_table):
         raise UnsupportedModel(
-            f"{family} adds learned positions to its input; {scheme} fills {', '.join(sorted(scheme.slots))}, but only "
+            f"{family} adds learned positions to its input; {spelled(scheme)} fills "
+            f"{', '.join(sorted(scheme.slots))}, but only "
             "the rows of that table can be replaced; 'hierarchical' does, and reaches L^2 tokens"
         )
     if "embedding" in scheme.slots and not scheme.every_block:
         accepted = inspect.signature(stack.module.forward).parameters
         if "inputs_embeds" not in accepted or "per_layer_inputs" in accepted:
-            raise UnsupportedModel(f"{family} does not read vectors instead of tokens, as {scheme} needs")
+            raise UnsupportedModel(f"{family} does not read vectors instead of tokens, as {spelled(scheme)} needs")
     if stack.rotary and stack.native is None and scheme.frequency_owner is not None:
         kind = entry_of(stack.config.rope_parameters).get("rope_type")
         raise UnsupportedModel(
-            f"{family}: rope_type={kind!r} is not known here, so {scheme} cannot be derived from it; use a scheme "
+            f"{family}: rope_type={kind!r} is not known here, so {spelled(scheme)} cannot be derived from it; use a "
+            "scheme "
             "without its own frequencies, which keeps the model's"
         )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates(scheme):
         sizes = "; ".join(f"{len(each.inv_freq)} pairs of {each.layer_type or 'all layers'}" for each in undeclared)
         raise UnsupportedModel(
-            f"{family} rotates with other frequencies than its config describes ({sizes}), so {scheme} cannot be "
+            f"{family} rotates with other frequencies than its config describes ({sizes}), so {spelled(scheme)} "
+            "cannot be "
             "derived from it; use a scheme without its own frequencies, which keeps the model's"
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
-        raise UnsupportedModel(f"{family} sees both directions, but {scheme} is undefined for keys after the query")
+        raise UnsupportedModel(
+            f"{family} sees both directions, but {spelled(scheme)} is undefined for keys after the query"
+        )
     if scheme.by_head and (other := next((each for each in stack.layers if each.heads.num != heads), None)):
         raise UnsupportedModel(
-            f"{family}: {other.name} has {other.heads.num} heads, but {scheme} has factors for {heads} heads"
+            f"{family}: {other.name} has {other.heads.num} heads, but {spelled(scheme)} has factors for {heads} heads"
         )
     by_head = scheme.by_head or scheme.brings_bias or "values" in scheme.slots
     by_head = by_head or (scheme.learns and scheme.slots != {"embedding"})
@@ -283,7 +293,8 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     meshes = {mesh for weight in weights if (mesh := getattr(weight, "device_mesh", None)) is not None}
     if any("tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1 for mesh in meshes):
         raise UnsupportedModel(
-            f"{family} is under tensor parallelism, so each process has some of the heads, but {scheme} has values, "
+            f"{family} is under tensor parallelism, so each process has some of the heads, but {spelled(scheme)} has "
+            "values, "
             "factors or learned parameters of all of them; use data or context parallelism"
         )
 
@@ -306,7 +317,7 @@ def _check_scores(plan: Plan, stack: Stack) -> None:
 
 
 def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
-    """The scheme with what becomes of the checkpoint's rotation: a bias or an input embedding replaces it, unless
+    """Complete the scheme on a checkpoint with a rotation: a bias or an input embedding replaces that rotation, unless
     another part of the scheme moves the rotated positions.
     """
     if "frequencies" in scheme.slots:
@@ -321,19 +332,21 @@ def _on_rotation(scheme: Scheme, stack: Stack) -> Scheme:
 
 
 def _refining_own(scheme: Scheme, stack: Stack, touched: Sequence[AttentionLayer]) -> Scheme:
-    """A scheme that refines frequencies, composed with the checkpoint's own scheme."""
+    """Compose a scheme that refines frequencies with the checkpoint's own scheme."""
     natives = {scheme_of_layer_type(stack.config, layer.layer_type) for layer in touched}
     native = natives.pop()
     if native is None or natives:
         raise UnsupportedModel(
             f"{type(stack.module).__name__} has layers with different rope_parameters, or with an unknown rope_type; "
-            f"list the scheme whose frequencies {scheme} should refine"
+            f"list the scheme whose frequencies {spelled(scheme)} should refine"
         )
     return scheme if native == RoPE() else Compose(native.resolve(stack.checkpoint), scheme)
 
 
 def _on_bias(scheme: Scheme, stack: Stack) -> Scheme:
-    """The scheme with the checkpoint's bias, which a rotation or an input embedding replaces, and none else."""
+    """Complete the scheme on a checkpoint with a bias: a rotation, a bias or an input embedding replaces that bias, and
+    any other scheme keeps it.
+    """
     if "frequencies" in scheme.slots:
         return scheme
     if _moves_positions(scheme):
@@ -363,7 +376,7 @@ def _reason_to_leave(layer: AttentionLayer, stack: Stack) -> str:
 
 
 def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes) -> tuple[LayerState, ...]:
-    """Carry out a plan; returns the state of each layer that changes. On an error the caller undoes `changes`."""
+    """Carry out a plan and return the state of each layer that changes. On an error the caller undoes `changes`."""
     if stack.absolute is not None:
         install_table(plan.scheme, stack.absolute, changes)
         if stack.absolute.first is not None:
@@ -371,7 +384,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
         return ()
     kept = {}
     for module in {module: None for rotary in stack.rotary for module in rotary.modules}:
-        changes.log(module, ModuleState(module))  # which its forward changes
+        changes.log(module, ModuleState(module))  # its forward changes these
         kept[module] = KeptTables(module, plan.scheme, stack.checkpoint.max_length)
         changes.log(module, kept[module])
     for module, name, value in stack.replacements if plan.late else ():
@@ -402,7 +415,7 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
 
 
 def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes) -> None:
-    """Hook a stack and those of its layers that are scored late."""
+    """Hook a stack, and the layers in it that are scored late."""
     # an unchanged or sliding layer needs the mask of all pairs; if all layers delegate, nothing here needs groups
     reads_groups = len(states) == stack.config.num_hidden_layers and all(state.reads_groups for state in states)
     scorers = tuple(state.layer.module for state in states)
@@ -473,7 +486,9 @@ def _install_layers(
 
 
 def _own_tables(plan: Plan, stack: Stack, layers: Sequence[AttentionLayer]) -> dict[RotaryTables | None, OwnTables]:
-    """The scheme's tables for layers that share the model's with others: in copies of the rotary modules."""
+    """Copy the rotary modules of layers that share the model's with others, and write the scheme's tables into the
+    copies.
+    """
     copies = {}
     for rotary in {cast(RotaryTables, layer.rotary) for layer in layers}:
         copied = dataclasses.replace(rotary, module=copy.deepcopy(rotary.module), copies=())

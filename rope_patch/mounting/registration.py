@@ -25,8 +25,8 @@ _registering = threading.RLock()  # reentrant: a thread that holds it may collec
 
 
 class Registration:
-    """A user of a name: the hooks of a stack. The name is registered with its first user and removed with its last,
-    also if a patched model is collected as garbage. A copy of a model is another user.
+    """A registered name of an attention function, used by the hooks of one stack. The name is removed with its last
+    user, also if a patched model is collected as garbage. A copy of a model is another user.
 
     Args:
         name: one of `NAMES`.
@@ -59,15 +59,14 @@ def _forget_unused() -> None:
 
 
 def scores_here(module: nn.Module) -> bool:
-    """Whether an attention module calls a registered function."""
+    """Whether an attention module calls a function that this library registered."""
     return cast(Any, module.config)._attn_implementation in NAMES
 
 
 @contextmanager
 def own_attention(model: nn.Module) -> Iterator[list[Any]]:
     """Let the Transformers models in a model that ask for a scheme by name run the attention that Transformers would
-    have chosen, as under a scheme that was mounted by hand. After an error they ask for it again, so that none runs
-    without a scheme.
+    have chosen, as they do after `patch`. On an error they ask for the name again, so that none runs without a scheme.
 
     Yields:
         the configs that asked for it.

@@ -58,6 +58,6 @@ def _sums_layer(cache: Cache, index: int, num_layers: int) -> Any:
     slots = getattr(keys, "max_cache_len", None)
     layers.append(type(keys)(max_cache_len=slots, sliding_window=getattr(keys, "sliding_window", slots)))
     setattr(layers[-1], _OF, index)
-    if hasattr(keys, "record_past"):  # of a window, which assisted decoding crops
+    if hasattr(keys, "record_past"):  # a sliding cache, which assisted decoding crops
         layers[-1].record_past = keys.record_past
     return layers[-1]

@@ -1,4 +1,4 @@
-"""The stack that runs a layer: the patched one, its copy, or a replica of it on another GPU; and whether it still has
+"""The stack that runs a layer: the patched one, its copy, or a replica on another GPU; and a check that it still has
 the layers that were patched.
 """
 
@@ -24,7 +24,7 @@ _COPIED = (
 
 
 class StackLink:
-    """Leads from a module inside a stack to the stack that runs it.
+    """A link from a module inside a stack to the stack that runs it.
 
     In a copy of the whole stack it leads to the copy. In a copy of a layer alone it leads nowhere.
     """
@@ -55,7 +55,8 @@ def stack_of(module: nn.Module, name: str) -> nn.Module:
 
 @dataclass(eq=False)
 class LayersHook:
-    """Pre-hook of a stack: its layers are those that were patched, and those of a replica lead to the replica.
+    """Pre-hook of a stack: it checks that the layers are those that were patched, and links the layers of a replica to
+    the replica.
 
     A layer that was removed leaves the others as they are.
 
@@ -73,14 +74,14 @@ class LayersHook:
     numbered: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at the layers; the arguments stay unchanged.
+        """Check the layers; the arguments stay unchanged.
 
         Raises:
             UnsupportedModel: there is a new layer, or the number of a layer matters and has changed.
         """
         if traced():
             return
-        if getattr(module, "_is_replica", False):  # of `nn.DataParallel`, made for one forward
+        if getattr(module, "_is_replica", False):  # a replica of `nn.DataParallel`, made for one forward
             for inner in module.modules():
                 if _LINK in vars(inner):
                     setattr(inner, _LINK, StackLink(module))
@@ -92,7 +93,8 @@ class LayersHook:
 
     def _check(self, module: nn.Module, blocks: tuple[nn.Module, ...]) -> None:
         known, family = set(self.blocks), type(module).__name__
-        ours = [next((inner for inner in block.modules() if inner in known), None) for block in blocks]  # in a wrapper
+        # a block may be in a wrapper
+        ours = [next((inner for inner in block.modules() if inner in known), None) for block in blocks]
         if None in ours:
             place = ours.index(None)
             raise UnsupportedModel(
@@ -103,19 +105,19 @@ class LayersHook:
             moved = [i for i, (now, then) in enumerate(zip(ours, self.blocks, strict=False)) if now is not then]
             place = moved[0] if moved else len(ours)
             raise UnsupportedModel(
-                f"{family}: layer {place} is not the one that it was under the patch ({len(ours)} layers of "
+                f"{family}: layer {place} is not the one that was patched ({len(ours)} layers of "
                 f"{len(self.blocks)} are left), but {self.scheme} tells layers apart by their number; unpatch the "
                 "model, change its layers, and patch it again"
             )
 
 
 def blocks_of(stack: nn.Module, lists: Iterable[str]) -> tuple[nn.Module, ...]:
-    """The blocks in these lists of a stack."""
+    """The blocks in the lists of a stack at these paths."""
     return tuple(block for path in lists for block in stack.get_submodule(path)._modules.values() if block is not None)
 
 
 def link_modules(modules: Iterable[nn.Module], stack: Stack, changes: Changes) -> None:
-    """Let modules inside a stack lead to it.
+    """Link modules inside a stack to it.
 
     Raises:
         UnsupportedModel: one is a copy, made while its original was patched.
@@ -128,7 +130,7 @@ def link_modules(modules: Iterable[nn.Module], stack: Stack, changes: Changes) -
 
 
 def watch_layers(scheme: Scheme, stack: Stack, changes: Changes) -> None:
-    """Look at the layers of a stack in each forward."""
+    """Check the layers of a stack in each forward."""
     lists = tuple(dict.fromkeys(filter(None, (_list_around(stack.module, layer.name) for layer in stack.layers))))
     blocks = blocks_of(stack.module, lists)
     numbered = bool(scheme.by_layer) or scheme.every_block

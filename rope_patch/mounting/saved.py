@@ -1,4 +1,6 @@
-"""Saving a patched model: its adapters record the scheme, and one warning names what plain libraries will drop."""
+"""Saving a patched model: adapters record the scheme, and one warning names the positions that plain libraries will
+drop.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import warn
+from rope_patch.models.adapter_record import renew_checksum, write_adapter_record
 from rope_patch.models.record import RECORD, Record
+from rope_patch.mounting.model_card import write_card
 from rope_patch.mounting.parameters import NAME
 from rope_patch.mounting.undo import Changes
-
-ADAPTERS = "adapter_config.json"  # the config of PEFT's adapters
+from rope_patch.schemes.reach import spelled
 
 OF_PROMPTS = "learned prompts in front of a patched model"
 """Beginning of the warning that PEFT saves learned prompts without the scheme."""
@@ -28,7 +31,7 @@ _OF_THE_BASE = "base_model."
 
 @dataclass
 class Notice:
-    """The record of a scheme and the warnings about it, each of which is given once.
+    """The record of a scheme for saved folders, and the warnings about it, each given once.
 
     Attributes:
         native: the scheme of the plain checkpoint, as text.
@@ -45,7 +48,7 @@ class Notice:
 
 
 class SaveModel:
-    """`save_pretrained` of a patched model, as an attribute of the model."""
+    """The `save_pretrained` of a patched model, set as an attribute of the model."""
 
     def __init__(self, owner: Any, notice: Notice) -> None:
         self.owner = owner
@@ -53,21 +56,24 @@ class SaveModel:
         self._before = vars(owner).get("save_pretrained")
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as without a scheme, then record it where the config does not, and warn."""
+        """Save as the model would without a scheme, record the scheme if the config does not, and warn."""
         for hook in getattr(self.owner, "_state_dict_pre_hooks", {}).values():
             if isinstance(hook, AdapterHook):  # Transformers saves the config of adapters before it collects weights
                 hook(self.owner)
         save = self._before or type(self.owner).save_pretrained.__get__(self.owner)
         result = save(save_directory, *args, **kwargs)
-        self._record(Path(save_directory))
+        folder, is_main = Path(save_directory), kwargs.get("is_main_process", True)
+        self._record(folder)
+        if is_main and folder.is_dir() and self._is_whole() and not self.notice.is_native:
+            write_card(folder, self.notice.record.scheme, self.notice.is_stated)
         lost = "" if self.notice.is_native else self._lost(str(save_directory))
-        if lost and type(self) not in self.notice.warned and kwargs.get("is_main_process", True):
+        if lost and type(self) not in self.notice.warned and is_main:
             self.notice.warned.add(type(self))
             warn(lost, stacklevel=2)
         return result
 
     def restore(self) -> None:
-        """Take this attribute back, also from below that of another part's patch."""
+        """Remove this attribute, also if the patch of another part has put its own on top."""
         holder = vars(self.owner).get("save_pretrained")
         if holder is self and self._before is None:
             del self.owner.save_pretrained
@@ -79,11 +85,16 @@ class SaveModel:
             holder = holder._before
 
     def _record(self, folder: Path) -> None:
-        """The config of the model has the record."""
+        """Renew the checksum of adapters, whose record was written before their weights; a config has its record."""
+        renew_checksum(folder)
+
+    def _is_whole(self) -> bool:
+        """Whether the scheme is the one of all that is saved."""
+        return _is_recorded(self.owner)
 
     def _lost(self, folder: str) -> str:
-        """The positions that a reader of the folder will miss, as a sentence; empty if nothing."""
-        if not _is_recorded(self.owner):
+        """A sentence on the positions that a reader of the folder will miss; empty if it misses none."""
+        if not self._is_whole():
             return _part_warning(self.notice, folder)
         if self.notice.is_stated or vars(self.owner).get("_hf_peft_config_loaded"):  # then only the adapters are saved
             return ""
@@ -94,7 +105,7 @@ class SaveModel:
 
 
 class SaveAdapters(SaveModel):
-    """`save_pretrained` of the config of adapters in or around a patched model, as an attribute of that config.
+    """The `save_pretrained` of the config of adapters in or around a patched model, set as an attribute of that config.
 
     Args:
         owner, notice: as of `SaveModel`.
@@ -110,17 +121,17 @@ class SaveAdapters(SaveModel):
 
     def _record(self, folder: Path) -> None:
         if self._is_recorded:
-            file = folder / ADAPTERS
-            settings = json.loads(file.read_text(encoding="utf-8"))
-            Record(self.notice.record.scheme).write(settings)
-            file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+            write_adapter_record(folder, self.notice.record.scheme)
+
+    def _is_whole(self) -> bool:
+        return self._is_recorded
 
     def _lost(self, folder: str) -> str:
         if not self._is_recorded:
             return _part_warning(self.notice, folder)
         if self._drops:
             scheme = self.notice.record.scheme
-            return f"{folder} lacks what {scheme} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
+            return f"{folder} lacks what {spelled(scheme)} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
         base = Path(self.owner.base_model_name_or_path or "", CONFIG_NAME)
         beneath = Record.read(json.loads(base.read_text(encoding="utf-8"))) if base.is_file() else None
         if self.notice.is_stated and beneath is not None and beneath.scheme == self.notice.record.scheme:
@@ -148,7 +159,8 @@ class AdapterHook:
             self.notice.warned.add(AdapterHook)
             scheme = self.notice.record.scheme
             warn(
-                f"{OF_PROMPTS} are saved without {scheme}; rope_patch.save_pretrained(model, FOLDER) records it",
+                f"{OF_PROMPTS} are saved without {spelled(scheme)}; rope_patch.save_pretrained(model, FOLDER) "
+                "records it",
                 stacklevel=2,
             )
 
@@ -192,4 +204,4 @@ def _is_recorded(model: PreTrainedModel) -> bool:
 
 def _part_warning(notice: Notice, folder: str) -> str:
     scheme = notice.record.scheme
-    return f"{folder} does not record {scheme}, which only a part of the model carries: patch that part again"
+    return f"{folder} does not record {spelled(scheme)}, which only a part of the model carries: patch that part again"

@@ -12,16 +12,16 @@ from rope_patch.models.base import Stack
 from rope_patch.models.rounding import rounding_sentence
 from rope_patch.mounting.plan import Plan
 from rope_patch.schemes.base import Scheme
-from rope_patch.schemes.reach import shortened
-from rope_patch.schemes.rope import NoPE
+from rope_patch.schemes.reach import shortened, spelled
+from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.slots import Region
 
 _SAMPLES = 1025
 
 
 def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
-    """A sentence without a full stop, for a warning and for `describe`; empty where nothing is wrong. The parts of a
-    model are as they were read before the patch, each `mounted` with the plan for it.
+    """The warning about a patch, a sentence without a full stop, which `describe` shows too; empty if nothing is wrong.
+    The parts of a model are as they were read before the patch, each `mounted` with the plan for it.
     """
     groups = _by_scheme(mounted)
     names = "+".join(part.name for part in scheme.parts())
@@ -34,7 +34,7 @@ def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]])
     groups = _by_scheme(mounted)
     longest = 2 * max(stack.checkpoint.max_length for stack, _ in groups)
     if changes_nothing(mounted, longest):  # a scheme for longer texts acts within them
-        return f"{scheme} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
+        return f"{spelled(scheme)} changes nothing in texts of up to {longest} tokens, twice the model's maximum"
     if shorter := next(filter(None, (shortened(plan.scheme, stack.checkpoint) for stack, plan in groups)), ""):
         return shorter
     if lost := next(filter(None, (lost_positions(stack, plan.scheme) for stack, plan in groups)), ""):
@@ -47,8 +47,20 @@ def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]])
     return ""
 
 
+def scaled_in_vain(mounted: Sequence[tuple[Stack, Plan]]) -> str:
+    """What a model was trained with instead of a rotation, where it would be replaced by a rotation that a scheme for
+    pretrained ones scales; empty elsewhere. The parts of the model are `mounted` as in `scheme_warning`.
+    """
+    for stack, plan in _by_scheme(mounted):
+        rotations = [part for part in plan.scheme.parts() if "frequencies" in part.slots]
+        scales = any(part.regime != "from-scratch" and type(part) is not RoPE for part in rotations)
+        if scales and not stack.rotary and stack.absolute is None and (lost := lost_positions(stack, plan.scheme)):
+            return lost.replace("the", "a", 1)
+    return ""
+
+
 def changes_nothing(mounted: Sequence[tuple[Stack, Plan]], longest: int) -> bool:
-    """Whether a model computes what it would without a patch, in texts of up to `longest` tokens; the parts of the
+    """Whether the patched model computes the same as the plain one in texts of up to `longest` tokens; the parts of the
     model are `mounted` as in `scheme_warning`.
     """
     return all(_is_idle(stack, plan, longest) for stack, plan in _by_scheme(mounted))
@@ -59,7 +71,7 @@ def _by_scheme(mounted: Sequence[tuple[Stack, Plan]]) -> list[tuple[Stack, Plan]
 
 
 def lost_positions(stack: Stack, scheme: Scheme) -> str:
-    """Which positions of the checkpoint are gone under a planned scheme."""
+    """The positions of the checkpoint that a planned scheme removes, in words; empty if it keeps them."""
     if stack.absolute is not None:
         return "" if scheme.keeps_rows else "the table of positions"
     if stack.rotary:
@@ -68,7 +80,7 @@ def lost_positions(stack: Stack, scheme: Scheme) -> str:
 
 
 def _scaled_values(stack: Stack, plan: Plan, names: str) -> str:
-    """What a temperature in cos and sin does where values rotate as well."""
+    """A warning about a temperature in cos and sin, if values rotate as well; else an empty string."""
     if not plan.rotary or plan.is_native(stack):
         return ""
     specs = dict.fromkeys(layer.spec for layer in plan.touched(stack) if layer.turns_values)
@@ -84,7 +96,9 @@ def _scaled_values(stack: Stack, plan: Plan, names: str) -> str:
 
 
 def _rounded(stack: Stack, plan: Plan, names: str) -> str:
-    """How the checkpoint's own frequencies were rounded, if layers still rotate by them under a plan."""
+    """A warning about rounded frequencies of the checkpoint, if layers still rotate by them under a plan; else an empty
+    string.
+    """
     if plan.frequencies == "late" or (plan.rotary and not plan.is_native(stack)):
         return ""
     found = (layer.rotary.rounding for layer in plan.touched(stack) if layer.rotary is not None)
@@ -121,7 +135,7 @@ def _rotate_alike(scheme: Scheme, other: Scheme, stack: Stack, plan: Plan, lengt
 
 
 def _keep_distances(regions: Sequence[Region], positions: torch.Tensor) -> bool:
-    """Whether the last position sees all of these at their true distances."""
+    """Whether the last position sees all of these `positions` at their true distances."""
     m, kept = positions[-1:], torch.zeros_like(positions, dtype=torch.bool)
     for region in regions:
         moved, distance = region.rotated_distance(m, positions), m - positions

@@ -44,7 +44,7 @@ def late_attention(
     rope_patch: ForwardCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The function that Transformers calls instead of `sdpa_attention_forward` and similar ones.
+    """Score a patched module: Transformers calls this function instead of `sdpa_attention_forward` and similar ones.
 
     If the scheme has only one region and no bias, it delegates to the attention that was there before.
 
@@ -65,7 +65,7 @@ def late_attention(
         arguments = (query, key, value), attention_mask, scaling, kwargs
         if (scored := rope_patch.step.attend(rope_patch, module, *arguments)) is not None:
             return scored
-    if rope_patch is None and not is_linked(module):  # of a model that asked for its scheme by name
+    if rope_patch is None and not is_linked(module):  # the model asked for its scheme by name
         by_name = ALL_ATTENTION_FUNCTIONS._global_mapping[IMPLEMENTATION]
         return by_name(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     call, paged = _checked(module, rope_patch, kwargs)
@@ -162,8 +162,8 @@ def _delegated(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Scored:
-    """What the attention that was there before returns for states `(batch, heads or kv_heads, length, head_dim)`,
-    which are rotated first where the module has not done it.
+    """Call the attention function that the model had before, with states `(batch, heads or kv_heads, length,
+    head_dim)`, which are rotated first unless the module has done it.
     """
     states = turner.turn(query, ALL_PAIRS, "query"), turner.turn(key, ALL_PAIRS, "key"), value
     return previous(module, *states, mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -178,8 +178,8 @@ def _planned(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Scored | None:
-    """One query, `(batch, heads, 1, head_dim)`, by the plan of another layer; None if the module wants a softcap or
-    sinks, which no plan has.
+    """Score one query, `(batch, heads, 1, head_dim)`, by the plan of another layer; None if the module wants a softcap
+    or sinks, which no plan has.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         return None
@@ -187,7 +187,9 @@ def _planned(
 
 
 def _as_autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of any shape in the dtype of `scaled_dot_product_attention` under autocast."""
+    """Cast queries, keys and values of any shape to the dtype that `scaled_dot_product_attention` has under
+    autocast.
+    """
     device = states[0].device.type
     if not torch.is_autocast_enabled(device):
         return states
@@ -195,8 +197,8 @@ def _as_autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _checked(module: nn.Module, call: ForwardCall | None, kwargs: dict[str, Any]) -> tuple[ForwardCall, bool]:
-    """The call object, without which, or with a foreign argument, a call is refused; and whether a row of continuous
-    batching arrives.
+    """Check the arguments, and return the call object and whether a row of continuous batching arrives. A call without
+    the object, or with a foreign argument, is refused.
     """
     if call is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments to its attention")
@@ -217,7 +219,7 @@ def _attend_by_request(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """The output of a row of continuous batching: each request is a call of its own."""
+    """Attention of a row of continuous batching: each request is a call of its own."""
     arguments = {**kwargs, "position_ids": call.position_ids, "forward": call.forward}
     row = split_by_request(module, query, key, value, **arguments)
     for request, q, k, v in row.parts:
@@ -239,8 +241,8 @@ def _attend_by_length(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Scored:
-    """The output, and the weights under eager attention, of texts of several lengths under a scheme whose regions
-    follow them: the rows of one length, one of the `batches`, are a call of their own.
+    """Attention of texts of several lengths, under a scheme whose regions follow them: the rows of one length, one of
+    the `batches`, are a call of their own. Returns the output, and the weights under eager attention.
     """
     outputs, weights = [], []
     for rows in batches:
@@ -254,7 +256,9 @@ def _attend_by_length(
 
 
 def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The keys as a plain tensor, if as many as the cache announced; their positions are stored in the cache."""
+    """Check that as many keys arrive as the cache announced, store their positions in the cache, and return the keys as
+    a plain tensor.
+    """
     expected = query.shape[2] if call.kv_length is None else call.kv_length
     if key.shape[2] != expected:
         raise UnsupportedPositions(
@@ -262,12 +266,12 @@ def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: tor
             f"which {type(module).__name__} keeps keys is not supported"
         )
     call.remember()
-    return key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
+    return key.plain() if isinstance(key, CachedKeys) else key  # keys of a static cache are plain already
 
 
 def query_factors(call: ForwardCall, query: torch.Tensor, learned: Weights) -> torch.Tensor | None:
-    """The scheme's scale of each position, which multiplies the queries `(batch, heads, q_len, head_dim)`: `(batch or
-    1, heads or 1, q_len, 1)`; None without a scale.
+    """The scheme's scale of each position, `(batch or 1, heads or 1, q_len, 1)`, which multiplies the queries `(batch,
+    heads, q_len, head_dim)`; None without a scale.
     """
     if not call.state.scales:
         return None
@@ -293,8 +297,8 @@ def _query_factors(
 
 def _looks_ahead(call: ForwardCall, mask: torch.Tensor | None, causal: bool) -> bool:
     """Whether some query of a call may see keys after it: by a materialised mask or, without one, unless it is
-    `causal`. A compiled graph trusts a causal model and asserts it where it matters. Refused if the scheme has no
-    meaning for such keys.
+    `causal`. A compiled graph trusts a causal model and asserts it where it matters. A scheme that has no meaning for
+    such keys is refused.
     """
     state = call.state
     if mask is None or (call.forward.traced and not causal):
@@ -326,7 +330,7 @@ def _terms(
     mask: torch.Tensor | None,
     groups: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """The scheme's terms in scores and values; `projected` are the queries before their scale."""
+    """The terms that the scheme adds to scores and values; `projected` are the queries before their scale."""
     scheme, methods = call.state.scheme, call.state.methods
     terms: dict[str, Any] = {}
     if call.added is not None:

@@ -24,8 +24,8 @@ PASSED = "rope_patch_positions"  # the argument with positions for attention tha
 
 @dataclass(eq=False)
 class CountTokens:
-    """First pre-hook of a stack: where a mask shows pads before tokens and there are no positions, the stack receives
-    positions that count tokens.
+    """First pre-hook of a stack: if a mask shows pads before tokens and no positions were passed, it passes positions
+    that count tokens.
 
     Transformers counts slots there, pads included, except in `generate`. A rotation does not notice, unless there are
     pads between tokens, or `generate` goes on. Everything else that depends on a position or a length does notice.
@@ -38,7 +38,7 @@ class CountTokens:
     first: int | None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with positions, `(batch, length)`."""
+        """Return the arguments with positions, `(batch, length)`."""
         kwargs = by_name(module, args, kwargs)
         positions = counted_positions(kwargs) if kwargs.get("position_ids") is None else None
         if positions is None:
@@ -50,7 +50,8 @@ class CountTokens:
 
 @dataclass(eq=False)
 class PassPositions:
-    """Pre-hook of a stack whose layers would not receive the positions of a text, one for each token.
+    """Pre-hook of a stack whose layers would not receive the positions of a text, one for each token: it passes them
+    on.
 
     A stack that reads positions on several axes gets those of the text in front, as an additional axis, `(1 + axes,
     batch, length)`, and passes it to its layers. If it does not know this axis, or if blocks pass their attention no
@@ -68,7 +69,7 @@ class PassPositions:
     counts: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments with the positions of the text, `(batch, length)`.
+        """Return the arguments with the positions of the text, `(batch, length)`.
 
         Raises:
             UnsupportedPositions: a token has different positions on the axes.
@@ -78,7 +79,7 @@ class PassPositions:
         if tokens is None or (self.axes == 1 and PASSED in kwargs):
             return None  # without tokens the model itself raises
         position_ids = kwargs.get("position_ids")
-        if position_ids is None:  # as such stacks count
+        if position_ids is None:  # such stacks count by slot
             slots = slot_positions(kwargs)
             position_ids = slots if self.axes == 1 else slots.expand(len(tokens), -1)
         if self.axes == 1:
@@ -101,7 +102,7 @@ class PassPositions:
         return position_ids[0] if has_text else _tokens_before(kwargs, tokens), on_axes
 
     def _common_axis(self, on_axes: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """The positions on which all axes agree; a compiled graph checks this when it runs."""
+        """The positions on one axis, after a check that all axes agree; a compiled graph checks this when it runs."""
         if on_axes.stride(0) == 0:
             return on_axes[0]
         agree = (on_axes == on_axes[0]).all()
@@ -115,7 +116,7 @@ class PassPositions:
 
 
 def _tokens_before(kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Number of tokens, without pads, before each one, `(batch, length)`."""
+    """The number of tokens before each token, without pads, `(batch, length)`."""
     positions = counted_positions(kwargs)
     return (slot_positions(kwargs) if positions is None else positions.clamp(min=0)).expand(tokens.shape[:2])
 

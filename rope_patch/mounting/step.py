@@ -1,4 +1,6 @@
-"""A decoded token: one layer looks at positions, mask and cache, and layers that see the same repeat what it did."""
+"""The reuse of decisions for a decoded token: one layer reads positions, mask and cache, and layers that see the same
+repeat its steps.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,13 @@ Scored = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, 1, heads, value_dim)` and weights, as Transformers takes them from an attention function."""
 
 Score = Callable[..., "Scored | None"]
-"""Computes a module's queries, keys and values, with its mask and keyword arguments; None if these ask for more."""
+"""A function that scores the queries, keys and values of a module, given its mask and arguments; None if it cannot."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """How one layer scored one query after a cache. It keeps neither the cache nor its keys alive.
+    """A record of how one layer scored one query after a cache, which other layers repeat. It keeps neither the cache
+    nor its keys alive.
 
     Attributes:
         call: of that layer.
@@ -52,8 +55,8 @@ class Step:
     score: Score
 
     def followed_by(self, state: LayerState, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall | None:
-        """The call of another layer, whose attention `module` gets these arguments, for the same token; None if it may
-        see something else.
+        """Derive the call of another layer for the same token, whose attention `module` gets these arguments; None if
+        that layer may see something else.
         """
         first, cache, index, hidden = self.call, cache_in(kwargs), state.layer.cache_index, kwargs["hidden_states"]
         if cache is None or cache is not self.cache() or module.config is not self.config or not grows(cache, index):
@@ -83,8 +86,8 @@ class Step:
         scaling: float | None,
         kwargs: dict[str, Any],
     ) -> Scored | None:
-        """Output and weights for `states`, the queries, keys and values of the layer of a call as they arrive; None if
-        the step is for other inputs than these.
+        """Score `states`, the queries, keys and values of the layer of a call as they arrive, as the first layer was
+        scored: output and weights. None if the step is for other inputs than these.
         """
         if mask is not self.mask or scaling != self.scaling or torch.is_grad_enabled():
             return None
@@ -112,7 +115,7 @@ def keep_step(
     taken: str,
     score: Score,
 ) -> None:
-    """Keep how the one query of a call was scored, unless it depends on the layer. Arguments are as of `Step`;
+    """Record how the one query of a call was scored, unless it depends on the layer. Arguments are as of `Step`;
     `states`, each `(batch, heads or kv_heads, length, head_dim)`, are queries, keys and values as they arrived.
     """
     cache, state = call.cache, call.state

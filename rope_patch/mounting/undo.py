@@ -26,7 +26,7 @@ class Changes:
         self._forks: list[ConfigFork] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """`setattr(target, name, value)`, logged."""
+        """Set an attribute by `setattr(target, name, value)`, and log it."""
         attributes = vars(target)
         if isinstance(target, nn.Module):
             attributes = {**attributes, **target._buffers, **target._parameters}
@@ -34,7 +34,7 @@ class Changes:
         setattr(target, name, value)
 
     def hook(self, module: nn.Module, hook: Any, first: bool = False) -> None:
-        """`register_forward_pre_hook(with_kwargs=True)`, logged; `first` calls it before all others."""
+        """Register a forward pre-hook with keyword arguments, and log it; `first` calls it before all others."""
         module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
         self._log.append((module, _HOOK, True, hook))
 
@@ -44,13 +44,13 @@ class Changes:
         return [hook for hook in module._forward_pre_hooks.values() if id(hook) in ours]
 
     def hook_saving(self, module: nn.Module, hook: Any) -> None:
-        """`register_state_dict_pre_hook`, logged."""
+        """Register a state-dict pre-hook, and log it."""
         module.register_state_dict_pre_hook(hook)
         self._log.append((module, _HOOK, True, hook))
 
     def seen_hook(self, module: nn.Module, hook: Any) -> None:
-        """`hook` for a module that may be compiled already: a compiled graph does not look for new hooks, but it looks
-        for a `forward` of the module's own.
+        """Like `hook`, for a module that may be compiled already: a compiled graph does not look for new hooks, but it
+        looks for a `forward` of the module's own.
         """
         self.hook(module, hook)
         if "forward" not in vars(module):
@@ -63,7 +63,7 @@ class Changes:
         self._log.append((target, _STATE, True, change))
 
     def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
-        """Let a rotary module of a `stack` on the meta device compute its tables, logged.
+        """Let a rotary module of a `stack` on the meta device compute its tables, and log it.
 
         Raises:
             UnsupportedModel: it cannot compute them.
@@ -73,7 +73,7 @@ class Changes:
             tables.fill()
 
     def keep_filled(self, module: nn.Module, stack: nn.Module) -> None:
-        """Keep the tables in such a module when its stack gets memory."""
+        """Keep the tables in a rotary module that `fill_tables` filled when its stack gets memory."""
         if any(isinstance(value, EmptyTables) and target is module for target, _, _, value in self._log):
             self.hook(module, Refilling(module))
 
@@ -96,12 +96,12 @@ class Changes:
         return [each.fork for each in self._forks]
 
     def settle_configs(self) -> None:
-        """From here on, changes in a forked config are the user's, and `undo` keeps them."""
+        """Treat further changes in a forked config as the user's, which `undo` keeps."""
         for each in self._forks:
             each.settled = copy.copy(vars(each.fork))
 
     def _replaced(self) -> Iterator[tuple[Any, str]]:
-        """Owner and name of each tensor that was replaced."""
+        """The owner and name of each tensor that was replaced."""
         for target, name, _, value in self._log:
             names = (name,) if isinstance(value, torch.Tensor) else getattr(value, "names", ())
             yield from ((target, each) for each in names)
@@ -149,7 +149,7 @@ def _replica_without_forward(module: nn.Module) -> nn.Module:
 
 
 def _like_replacement(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """A tensor on the device and in the dtype of its replacement; a parameter stays the same object."""
+    """Move a tensor to the device and dtype of its replacement; a parameter stays the same object."""
     if not isinstance(value, nn.Parameter):
         return value.to(current)
     if current.is_meta:  # moving a parameter to meta needs a new object

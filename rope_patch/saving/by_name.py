@@ -38,7 +38,7 @@ from rope_patch.patching import unpatch
 from rope_patch.saving.resuming import repatch
 
 Running = dict[nn.Module, Arguments]
-"""The modules whose forward runs, with its arguments."""
+"""The modules whose forward is running, with its arguments."""
 
 _CALL = nn.Module._call_impl.__code__
 _COMPUTES = re.compile(r"(?<![\w.])(?!create_)\w+\(position_ids\b")  # a function of positions that is no module
@@ -46,7 +46,7 @@ _mounting = threading.RLock()
 
 
 def mask(**given: Any) -> Any:
-    """The mask of a stack, as its own attention reads it, once the scheme is mounted.
+    """Build the mask of a stack, as its own attention reads it, after mounting the scheme that the config records.
 
     Args:
         **given: what Transformers passes to a function of `AttentionMaskInterface`; `config` is that of the stack.
@@ -65,7 +65,7 @@ def mask(**given: Any) -> Any:
 def attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """The attention of a module beside the stack, as in an image tower, by its own implementation.
+    """Run the attention of a module outside of the stack, as in an image tower, by its own implementation.
 
     Shape:
         query `(batch, heads, q_len, head_dim)`, key and value `(batch, kv_heads, kv_len, head_dim)`.
@@ -86,7 +86,7 @@ def attend(
 
 
 def _called() -> tuple[PreTrainedModel, Running]:
-    """The model that is being called, and its modules whose forward runs."""
+    """Find the model that is being called, and its modules whose forward runs, on the call stack."""
     running: Running = {}
     models: list[PreTrainedModel] = []
     begun = set()
@@ -109,7 +109,7 @@ def _called() -> tuple[PreTrainedModel, Running]:
 
 
 def _mounted(model: PreTrainedModel, running: Running, config: Any) -> tuple[PatchHandle, Stack | None]:
-    """The handle of the model, which is patched now if it was not, and the stack whose forward began before that."""
+    """Patch the model if it is not patched yet; return its handle, and the stack whose forward began before that."""
     handle = find_handle(model)
     if handle is None:
         _check(model)
@@ -134,7 +134,7 @@ def _check(model: PreTrainedModel) -> None:
     if record.positions is not None or styles != [llama]:
         _refuse(model, f"{record.scheme} replaces no rotation here, and only a rotation can be replaced during a call")
     if record.scheme.learns:
-        _refuse(model, f"plain Transformers has left out what {record.scheme} has learned")
+        _refuse(model, f"plain Transformers did not load the parameters that {record.scheme} learned")
     if _runs_elsewhere(model):
         _refuse(model, "another thread calls it while this call mounts its scheme")
 
@@ -153,8 +153,8 @@ def _runs_elsewhere(model: PreTrainedModel) -> bool:
 def _caught_up(
     model: PreTrainedModel, handle: PatchHandle, stack: Stack, arguments: Arguments, named: list[Any]
 ) -> torch.Tensor | None:
-    """Pads and documents as groups, if the pre-hooks of a stack that has begun would have passed them; the positions
-    that they would have passed go on to its modules.
+    """Segment ids of pads and documents, if the pre-hooks of a stack that has begun would have passed them; the
+    positions that they would have passed go on to its modules.
     """
     given = after = by_name(stack.module, *arguments)
     for hook in handle.changes.hooks_of(stack.module):
@@ -177,7 +177,7 @@ def _caught_up(
 
 
 class _Begun:
-    """The rest of a forward that began before its scheme was mounted, as hooks that the next forward removes.
+    """Hooks for the rest of a forward that began before its scheme was mounted; the next forward removes them.
 
     Args:
         positions: as the pre-hooks of the stack would have passed them, `(batch, length)` or `(axes, batch, length)`;
@@ -215,26 +215,29 @@ class _Begun:
             self.handle.changes.hook(module, hook, first=True)
 
     def end(self, *_: Any) -> None:
-        """At the next forward of the stack, whose hooks are all there."""
+        """Remove these hooks at the next forward of the stack, which has all hooks of its own."""
         for module, hook in self.hooks:
             remove_hook(module, hook)
 
     def turn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Before a rotary module: the stack's call gets the positions of tokens; layers call it at their own."""
+        """Give a rotary module the positions of tokens in the stack's call; layers call it at their own."""
         if not self.rotary:
             return None
         self.missing.discard(module)
         return self.count(module, (), by_name(module, args, kwargs))
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Before any other module: positions count tokens, where it receives some."""
+        """Replace the positions that a module receives by those that count tokens; a module that receives none stays as
+        it is.
+        """
         if self.positions is None or (given := kwargs.get("position_ids")) is None:
             return None
         positions = self.passed if given.ndim == 2 else self.positions.expand(len(given), -1, -1)
         return args, {**kwargs, "position_ids": positions}
 
     def attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Before an attention module.
+        """Give an attention module the positions for its late scores, and check that its tables are not older than the
+        patch.
 
         Raises:
             UnsupportedModel: its tables were computed before the scheme was mounted.

@@ -1,4 +1,4 @@
-"""What is at the path of a checkpoint: a model's folder, a folder of adapters, a GGUF file, or a name for the Hub."""
+"""The kind of a checkpoint at a path: a model's folder, a folder of adapters, a GGUF file, or a name for the Hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers.utils import CONFIG_NAME, cached_file
 
 from rope_patch.errors import InvalidField, NoCheckpoint, NotExpressible
-from rope_patch.mounting.saved import ADAPTERS
+from rope_patch.models.adapter_record import ADAPTERS
 
 Kind = Literal["model", "adapters", "gguf", "hub"]
 
@@ -24,7 +24,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
-    """What kind of checkpoint a path names, by the files that are here.
+    """Find out which kind of checkpoint a path names, by the files that are here.
 
     Args:
         path: a folder, a GGUF file or a Hub ID.
@@ -68,7 +68,7 @@ def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The `config.json` of a model's folder, as it is written.
+    """Read the `config.json` of a model's folder, unchanged.
 
     Raises:
         NoCheckpoint: there is no model's folder.
@@ -87,7 +87,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a settings file of a checkpoint, as it is written; empty if the file holds something else.
+    """Read the object in a settings file of a checkpoint, unchanged; empty if the file holds something else.
 
     Raises:
         InvalidField: it is not JSON.

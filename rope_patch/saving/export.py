@@ -24,6 +24,7 @@ from rope_patch.errors import AlreadyPatched, NotExpressible, UnsupportedModel, 
 from rope_patch.models.config import checkpoint_of_config, training_length
 from rope_patch.models.record import NATIVE, RECORD, Record
 from rope_patch.models.rope_parameters import entry_of, export_rope_parameters, stated_length
+from rope_patch.mounting.model_card import CARD, copy_without_section
 from rope_patch.saving.checkpoint_kind import read_config
 from rope_patch.saving.loading import load_config
 from rope_patch.saving.own_files import check_weights, own_file
@@ -71,7 +72,7 @@ class Serving:
     warning: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, without unchanged keys."""
+        """Convert to a dict for JSON, without unchanged keys."""
         return {
             "scheme": str(self.scheme),
             "training_length": self.training_length,
@@ -90,7 +91,7 @@ def describe_serving(
     readers: Iterable[str] = (),
     by_factor: Mapping[int, Scheme] | None = None,
 ) -> Serving:
-    """What `export_checkpoint` would write.
+    """Describe the folder that `export_checkpoint` would write.
 
     Args:
         checkpoint: a folder with a `config.json`.
@@ -196,6 +197,8 @@ def export_checkpoint(
             copied.parent.mkdir(exist_ok=True)
             if file.name == CONFIG_NAME or (RECORD not in serving.config and copy_without_learned(file, copied)):
                 continue
+            if file.name == CARD and copy_without_section(content, copied):
+                continue
             (os.link if link else shutil.copy2)(content, copied)
         config = json.dumps(serving.config, indent=2, sort_keys=True)
         (unfinished / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
@@ -221,7 +224,7 @@ def _scheme(folder: Path, requested: str | Scheme | None, record: Record | None)
 
 
 def _check_known(checkpoint: Checkpoint, spelled: str, config: Any) -> None:
-    """Refuse a checkpoint whose own scaling is unknown here: what it reads, and what becomes of it, cannot be told.
+    """Refuse a checkpoint with an unknown scaling of its own, because the length that it reads cannot be told.
 
     Raises:
         UnsupportedModel: names the type, and the known ones.
@@ -236,7 +239,7 @@ def _check_known(checkpoint: Checkpoint, spelled: str, config: Any) -> None:
 
 
 def check_length(length: int | None) -> None:
-    """Refuse what is no context length.
+    """Refuse a length below 1.
 
     Raises:
         NotExpressible: it is below 1.
@@ -246,7 +249,7 @@ def check_length(length: int | None) -> None:
 
 
 def extended_length(scheme: Scheme, config: Any) -> int | None:
-    """The context of a checkpoint under a scheme in tokens: factor times L; None if the scheme has no factor."""
+    """The context of a checkpoint under a scheme, in tokens: factor times L; None if the scheme has no factor."""
     factors = [part.factor for part in scheme.parts() if getattr(part, "factor", None)]  # type: ignore[attr-defined]
     try:
         return stated_length(scheme, export_rope_parameters(scheme, config), config)
@@ -295,7 +298,7 @@ def _length(spelled: str, parameters: dict[str, Any], extended: int | None, requ
 
 
 def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
-    """The part of config.json for the text model."""
+    """The fields that config.json gets for the text model."""
     written = new_words(raw, parameters, trained, length)
     if older := older_words(parameters):
         both = {**written, **older}
@@ -313,7 +316,7 @@ def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) ->
 
 
 def _files(folder: Path) -> dict[Path, Path]:
-    """The files of a checkpoint that a copy has too, and where the content of each is.
+    """The files of a checkpoint that a copy also has, each with the path of its content.
 
     Raises:
         NoCheckpoint: that is not in the checkpoint.

@@ -34,7 +34,7 @@ _SCALED_BY_WIDTH = (46, 62)
 
 
 def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
-    """The model of a GGUF file, with unpacked weights, in bfloat16 unless `dtype` is set.
+    """Load the model of a GGUF file, with unpacked weights, in bfloat16 unless `dtype` is set.
 
     Args:
         **kwargs: for `from_pretrained` of Transformers; fields of the config replace those of the file.
@@ -57,7 +57,8 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(
         Path(path).parent, gguf_file=Path(path).name, config=config, quantization_config=unpacked, **kwargs
     )
-    expected = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())  # tied ones once
+    # tied weights count once
+    expected = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())
     if held != expected:
         positions = " (rope_freqs.weight among them)" * any("rope_freqs" in tensor.name for tensor in tensors)
         raise UnsupportedModel(
@@ -70,12 +71,12 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
 
 
 def load_gguf_config(path: str | Path) -> Any:
-    """The config from the settings of a GGUF file; errors as in `load_gguf`."""
+    """Read the config from the settings of a GGUF file; errors as in `load_gguf`."""
     return _config_of(path, _metadata(path), {})
 
 
 def load_gguf_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a GGUF file; errors as in `load_gguf`."""
+    """Load the tokenizer of a GGUF file; errors as in `load_gguf`."""
     metadata = _metadata(path)
     tokenizer = AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
@@ -96,7 +97,7 @@ def _metadata(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _one_error(path: str | Path) -> Iterator[None]:
-    """Readers of a truncated file raise errors of numpy and struct; raise one kind instead."""
+    """Turn the errors of numpy and struct that a truncated file causes into `NoCheckpoint`."""
     try:
         yield
     except (IndexError, KeyError, ValueError, struct.error) as error:
@@ -104,7 +105,7 @@ def _one_error(path: str | Path) -> Iterator[None]:
 
 
 def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """The config that a file states, with the fields among the `arguments`, which are removed from them."""
+    """Build the config that a file states, with the fields among the `arguments`, which are removed from them."""
     config = AutoConfig.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     architecture = metadata["general.architecture"]
     stated = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
@@ -114,7 +115,7 @@ def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, 
     if (base := stated.get("rope.freq_base_swa")) and "sliding_attention" in parameters:
         parameters["sliding_attention"]["rope_theta"] = base
     if (pattern := stated.get("attention.sliding_window_pattern")) is not None:
-        if isinstance(pattern, int):  # the last of so many layers sees everything
+        if isinstance(pattern, int):  # the last layer of each such group has full attention
             pattern = [(index + 1) % pattern != 0 for index in range(config.num_hidden_layers)]
         config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     scalar, width = "query_pre_attn_scalar", head_dim(config)

@@ -18,8 +18,8 @@ _FREQUENCIES = "rope_freqs.weight"
 
 
 def export_gguf(source: str | Path, output: str | Path, scheme: str | Scheme, length: int | None = None) -> int:
-    """Write a copy whose tensor `rope_freqs.weight` divides the frequencies of the file, which its graph for Llama does
-    (llama.cpp, `src/models/llama.cpp`), and whose `rope.scaling.attn_factor` multiplies cos and sin.
+    """Write a copy of a GGUF file whose tensor `rope_freqs.weight` divides the frequencies of the file, as llama.cpp's
+    graph for Llama does (`src/models/llama.cpp`), and whose `rope.scaling.attn_factor` multiplies cos and sin.
 
     Args:
         source: a GGUF file of the architecture `llama`.

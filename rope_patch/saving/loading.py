@@ -40,10 +40,10 @@ from rope_patch.errors import (
     warn,
 )
 from rope_patch.models import t5
+from rope_patch.models.adapter_record import ADAPTER_RECORD, ADAPTER_WEIGHTS, ADAPTERS, check_belongs
 from rope_patch.models.baichuan import register_baichuan
 from rope_patch.models.config import length_today, wrong_field
 from rope_patch.models.record import RECORD, Record, forget_record
-from rope_patch.mounting.saved import ADAPTERS
 from rope_patch.patching import find_handle, mount_record, mount_scheme, patch, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
 from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
@@ -54,10 +54,10 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.shipped import recipes_folder
 
 _CLEAR = (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError)
-"""Errors that `from_pretrained` raises as they are."""
+"""Errors that `from_pretrained` raises unchanged."""
 
 _ONE_LINE = (NoCheckpoint, MissingPackage)
-"""Those of the functions that commands call, which end in one line whatever is wrong."""
+"""Errors that the functions of commands raise unchanged; any other error becomes one line."""
 
 _PLACES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
@@ -104,8 +104,8 @@ def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.M
 def _one_error(
     path: str | Path, arguments: dict[str, Any], what: str = "", passed: tuple[type[Exception], ...] = _CLEAR
 ) -> Iterator[None]:
-    """For damaged files and impossible configs, Transformers and safetensors raise errors of any type: all but those
-    `passed` become a `NoCheckpoint` in one line, and a `TypeError` for an argument of the user stays.
+    """Turn errors about damaged files and impossible configs into `NoCheckpoint`, in one line: Transformers and
+    safetensors raise any type. Errors of the types `passed` stay, as does a `TypeError` for an argument of the user.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def _one_error(
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
-    """What `from_pretrained` does, below the adapters that named the path."""
+    """Load what `from_pretrained` was asked for; `above` are the adapters that named the path."""
     location = {name: kwargs[name] for name in _PLACES if name in kwargs}
     if kind_of_checkpoint(path, **location) == "gguf":
         return load_gguf(path, **kwargs)
@@ -135,8 +135,8 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
         config, dropped = _read_config(path, **location)
         for field in dropped.keys() - kwargs.keys():
             warn(
-                f"{path} asks for {field}={dropped[field]!r:.200}, which may be code from the Hub, and gets none; if "
-                f"you trust it: from_pretrained(..., {field}=...), or --attention of a command",
+                f"{path} asks for {field}={dropped[field]!r:.200}, which may be code from the Hub, so it is ignored; "
+                f"if you trust it: from_pretrained(..., {field}=...), or --attention of a command",
                 stacklevel=3,
             )
         # as in Transformers: arguments that are fields of the config change it
@@ -174,12 +174,12 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
 
 
 def _config_of(path: str | Path, **location: Any) -> Any:
-    """The config of a checkpoint, of a class in Transformers or in this library."""
+    """Load the config of a checkpoint, of a class in Transformers or in this library."""
     return _read_config(path, **location)[0]
 
 
 def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]]:
-    """The config of a checkpoint, and the implementations that it asked for and does not get."""
+    """Load the config of a checkpoint, and return with it the implementations that it asked for and does not get."""
     _read_fields(path, **location)
     try:
         config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
@@ -200,33 +200,34 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
 
 
 def _hub_answer(error: BaseException | None) -> str:
-    """Why the Hub did not give a checkpoint, and what to do, from what Transformers raised."""
+    """The reason why the Hub did not give a checkpoint, and what to do, from the error that Transformers raised."""
     while error is not None:
         for kind, answer in _HUB_ANSWERS.items():
             if isinstance(error, kind):
                 return answer
         error = error.__cause__ or error.__context__
-    return "the Hub did not give it"
+    return "it was not found on the Hub (typo?), is gated (run `hf auth login`), or this machine is offline"
 
 
 _HUB_ANSWERS = {  # the first that fits: a gated repository is also one that was not found
-    hub_errors.GatedRepoError: "on the Hub it is gated: accept its terms on its page, then run `hf auth login`",
-    hub_errors.RepositoryNotFoundError: "the Hub has none that you may see; a private one needs `hf auth login`",
-    hub_errors.RevisionNotFoundError: "on the Hub it has no such revision",
-    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, and the cache has none; pass the path of a folder",
-    hub_errors.LocalEntryNotFoundError: "neither has the cache, and the Hub was not reached; pass the path of a folder",
+    hub_errors.GatedRepoError: "it is gated on the Hub: accept its terms on its page, then run `hf auth login`",
+    hub_errors.RepositoryNotFoundError: "it was not found on the Hub (typo?), or it is private (run `hf auth login`)",
+    hub_errors.RevisionNotFoundError: "it has no such revision on the Hub",
+    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set and the cache has no copy; pass the path of a folder",
+    hub_errors.LocalEntryNotFoundError: "the Hub was not reached and the cache has no copy; pass the path of a folder",
 }
 
 
 def _with_adapters(
     path: str | Path, adapters: Path, location: dict[str, Any], kwargs: dict[str, Any], above: tuple[Path, ...]
 ) -> nn.Module:
-    """The base checkpoint with its adapters, under the scheme that their config records, or the one beside it."""
+    """Load the base checkpoint with its adapters, under the scheme that their config records, or the config beside
+    them.
+    """
     require("peft", f"{path}, a folder of adapters,", "finetune")
     from peft import PeftModel
 
-    settings = read_json(adapters)
-    check_adapter(settings, adapters)
+    settings = _settings_of(path, adapters, location)
     base = _base_in(settings, adapters)
     if adapters in above:
         raise InvalidField(f"{adapters}: base_model_name_or_path={base!r} leads back to these adapters")
@@ -256,13 +257,29 @@ def follow_adapters(model: nn.Module, path: str, **location: Any) -> None:
     if (file := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is None:
         raise NoCheckpoint(f"there are no adapters {path!r}: it has no {ADAPTERS}")
     adapters = Path(file)
-    settings = read_json(adapters)
-    check_adapter(settings, adapters)
+    settings = _settings_of(path, adapters, location)
     _follow(model, _recorded(settings, _config_beside(path, location), adapters))
 
 
+def _settings_of(path: str | Path, adapters: Path, location: dict[str, Any]) -> dict[str, Any]:
+    """The settings of adapters, with the record of their scheme: from the file beside them, or in the settings of older
+    ones.
+
+    Raises:
+        InvalidField: they would run code, or the record belongs to other weights.
+    """
+    settings = read_json(adapters)
+    check_adapter(settings, adapters)
+    if (file := cached_file(path, ADAPTER_RECORD, **OPTIONAL, **location)) is None:
+        return settings
+    beside, found = read_json(Path(file)), (cached_file(path, name, **OPTIONAL, **location) for name in ADAPTER_WEIGHTS)
+    weights = next(filter(None, found), None)
+    check_belongs(beside, Path(file), Path(weights) if weights else None)
+    return {**settings, RECORD: beside.get(RECORD)}
+
+
 def base_of(folder: str) -> str:
-    """The path of the checkpoint under a folder of adapters.
+    """The path of the base checkpoint of a folder of adapters.
 
     Raises:
         InvalidField: they name none.
@@ -287,7 +304,9 @@ def _config_beside(path: str | Path, location: dict[str, Any]) -> Any:
 
 
 def _recorded(settings: dict[str, Any], config: Any, adapters: Path) -> Scheme | Literal["nothing"] | None:
-    """The scheme that adapters record, None for the plain checkpoint."""
+    """The scheme that adapters record: None for the plain checkpoint, and "nothing" if they have no record and no
+    config.
+    """
     if RECORD not in settings and config is None:
         return "nothing"
     try:
@@ -331,7 +350,8 @@ def default_checkpoint() -> str:
 
 
 def load_model(path: str, *, dtype: str | None = None, device: str = "auto", attention: str = "auto") -> nn.Module:
-    """The language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a scheme.
+    """Load the language model of a checkpoint folder, Hub ID or GGUF file, patched again if it was saved under a
+    scheme.
 
     Args:
         dtype: None for the checkpoint's own (bfloat16 for a GGUF file); `auto` for the same, but float32 on a CPU
@@ -355,7 +375,7 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
         NoCheckpoint: there is none.
@@ -364,7 +384,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_config(path: str | Path, **location: Any) -> Any:
-    """The config of a checkpoint.
+    """Load the config of a checkpoint.
 
     Args:
         **location: arguments of `from_pretrained` that locate a file, such as `revision`.
@@ -376,7 +396,7 @@ def load_config(path: str | Path, **location: Any) -> Any:
 
 
 def trained_length(path: str) -> int:
-    """L in tokens of a checkpoint, which it reads today under its own scaling, from its config alone.
+    """The length L in tokens that a checkpoint reads today, under its own scaling, from its config alone.
 
     Raises:
         NoCheckpoint: there is no config.
@@ -400,7 +420,7 @@ def unpack(path: str, folder: str | Path, dtype: str = "auto") -> None:
 
 @contextmanager
 def as_folder(path: str) -> Iterator[str]:
-    """A checkpoint as a folder: a GGUF file is unpacked into a temporary one."""
+    """Yield a checkpoint as a folder: a GGUF file is unpacked into a temporary one."""
     if not is_gguf(path):
         yield path
         return
@@ -411,7 +431,7 @@ def as_folder(path: str) -> Iterator[str]:
 
 @contextmanager
 def quiet_adapters() -> Iterator[None]:
-    """Suppress PEFT's warning that it does not know the record of a scheme in the settings of adapters."""
+    """Suppress PEFT's warning about the record of a scheme in the settings of older adapters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{RECORD}'\]")
         yield

@@ -1,4 +1,4 @@
-"""Which files are a checkpoint's own: those in its folder, and those in the Hub's cache of it.
+"""Files that are a checkpoint's own: in its folder, or in the Hub's cache of it.
 
 A link or an index of weights can name any file of this computer. Such a file is neither read as weights nor copied.
 """
@@ -16,7 +16,7 @@ from rope_patch.saving.checkpoint_kind import OPTIONAL, read_json
 
 
 def own_file(file: Path, folder: Path) -> Path:
-    """The regular file to which a path in a checkpoint's folder leads, through however many links.
+    """Resolve a path in a checkpoint's folder to its regular file, through however many links.
 
     In the Hub's cache, `snapshots/REVISION/file` is a link to `blobs/HASH`, so files directly in `blobs` belong to the
     folder of a revision.
@@ -40,7 +40,7 @@ def own_file(file: Path, folder: Path) -> Path:
 
 
 def shards_of(index: Path) -> dict[str, str]:
-    """The `weight_map` of an index of weights: the file of each weight, beside the index.
+    """Read the `weight_map` of an index of weights: the file of each weight, beside the index.
 
     Raises:
         NoCheckpoint: the index is damaged, or names a file that is not the checkpoint's own.
@@ -84,7 +84,7 @@ def check_weights(path: str | Path, **location: Any) -> None:
 
 
 def _leads_out(name: str) -> bool:
-    """Whether the name of a shard is more than the path of a file below the folder, on any system."""
+    """Whether the name of a shard leads out of the folder on some system, or is not a plain path."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     outside = posix.is_absolute() or bool(windows.anchor) or ".." in posix.parts
     return outside or not posix.parts or "\\" in name or "\0" in name

@@ -1,4 +1,4 @@
-"""What programs compute from the positions that an export would write, by the facts of `rope_patch.doctor`."""
+"""The positions that programs compute from an exported config, by the facts of `rope_patch.doctor`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ ROUNDED = 2e-3
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a program computes the scheme from a folder: `reads` is `yes`, `partly` or `no`, `words` are its start
-    options or the reason, and `known` is how that was established, see `doctor.Reader`, and for which version.
+    """The answer whether a program computes the scheme from a folder: `reads` is `yes`, `partly` or `no`, `words` are
+    its start options or the reason, and `known` says how that was established, see `doctor.Reader`, and for which
+    version.
     """
 
     name: str
@@ -48,7 +49,7 @@ def has_equal_lists(parameters: dict[str, Any]) -> bool:
 
 
 def readers_called(keys: Iterable[str]) -> tuple[Reader, ...]:
-    """The readers with these names behind `--for`; all of them without a name.
+    """The readers with these names, from `--for`; all readers without a name.
 
     Raises:
         InvalidField: there is no such reader.
@@ -66,7 +67,7 @@ def supported(
     readers: Iterable[Reader] = READERS,
     fields: Mapping[str, Any] | None = None,
 ) -> tuple[Support, ...]:
-    """What each of some readers makes of `rope_parameters`.
+    """Find out how each of some readers computes `rope_parameters`.
 
     Args:
         architectures: of the config.
@@ -112,7 +113,9 @@ def _differs_by_rounding(reading: Reading, report: Report) -> bool:
 
 
 def _in_both_spellings(before: Mapping[str, Any], parameters: dict[str, Any], length: int) -> dict[str, Any]:
-    """The fields of a config with these parameters, as far as programs read positions from them."""
+    """A config with these parameters in the words of Transformers 5 and in older ones, with the fields that positions
+    depend on.
+    """
     entry = entry_of(parameters)
     trained = entry.get("original_max_position_embeddings") or before.get("max_position_embeddings") or 4096
     longest = length or round(trained * (entry.get("factor") or 1))
@@ -129,8 +132,8 @@ def parameters_for(
     length: int,
     weights: Weights = NO_WEIGHTS,
 ) -> dict[str, Any]:
-    """The `rope_parameters` of a scheme that most of the readers compute: its own type, or `equal_lists`. Lists have
-    their temperature in all the words for it.
+    """The `rope_parameters` of a scheme that most of the readers compute: its own type, or `equal_lists`. Lists state
+    their temperature under every name for it.
 
     Args:
         readers: default all programs, of whom Transformers decides.
@@ -151,7 +154,7 @@ def parameters_for(
     if not forms:
         raise reasons[0]
     if len(forms) == 2 and has_equal_lists(forms[0]):
-        del forms[0]  # the same lists with a temperature that fewer programs read
+        del forms[0]  # equal lists, but with a temperature that fewer programs read
     for form in forms:
         for entry in [form] if "rope_type" in form else filter(None, form.values()):
             if entry["rope_type"] == "longrope" and "attention_factor" in entry:  # vLLM and SGLang read the others
@@ -166,8 +169,8 @@ def parameters_for(
 
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:
-    """Which of `SERVERS` can compute a scheme on a checkpoint, with "(partly)" after those with limits. All of them
-    serve the plain checkpoint, which is None.
+    """The names in `SERVERS` that can compute a scheme on a checkpoint, with "(partly)" after servers with limits. All
+    of them serve the plain checkpoint, which is None.
     """
     if scheme is None:
         return list(SERVERS)
@@ -178,7 +181,7 @@ def served_by(scheme: Scheme | None, config: Any) -> list[str]:
     except NotExpressible:
         return []
     if entry_of(parameters)["rope_type"] == "dynamic":
-        return []  # its readers disagree
+        return []  # programs that read it disagree
     rows = zip(
         SERVERS, supported(parameters, config.architectures, readers=(TRANSFORMERS, VLLM, LLAMA_CPP)), strict=True
     )
@@ -200,7 +203,9 @@ def check_own_code(folder: Any, fields: Mapping[str, Any]) -> None:
 
 
 def refused_by_vllm(scheme: Scheme) -> str:
-    """What the vLLM plugin cannot compute from queries, keys and positions; empty if it can serve the scheme."""
+    """The part of a scheme that the vLLM plugin cannot compute from queries, keys and positions; empty if it can serve
+    all.
+    """
     by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
     refused = {
         "learned parameters": scheme.learns,
@@ -211,7 +216,7 @@ def refused_by_vllm(scheme: Scheme) -> str:
 
 
 def servers_of(scheme: Scheme, spelled: str) -> str:
-    """What serves a scheme that no config expresses, as a sentence without its full stop."""
+    """A sentence, without its full stop, on what serves a scheme that no config expresses."""
     if scheme.stateful or "running_bias" in scheme.methods:
         return "Only `generate` computes it: load it with rope_patch.from_pretrained"
     plugin = "" if refused_by_vllm(scheme) else ", and vLLM does with the plugin of this package (docs/how-to/serve.md)"

@@ -26,7 +26,7 @@ from rope_patch.saving.own_files import check_weights
 
 
 def repatch(model: nn.Module | PatchHandle, *schemes: Any, **fields: Any) -> PatchHandle:
-    """Apply the scheme in the config of a `model`, after plain Transformers loaded it; or another one in its place.
+    """Apply the scheme in the config of a `model` that plain Transformers loaded, or another scheme in its place.
 
     Args:
         model: loaded by Transformers.
@@ -60,7 +60,8 @@ def repatch(model: nn.Module | PatchHandle, *schemes: Any, **fields: Any) -> Pat
 
 
 def resume_rows(model: nn.Module, record: Record) -> PatchHandle | None:
-    """Patch a model with the rows of its table of positions that it was saved with; None if its own were not saved.
+    """Patch a model with the rows of its table of positions that it was saved with; None if it was saved without a
+    table of its own.
 
     Raises:
         NotPatched: the record has another number of positions than the model can have.
@@ -85,7 +86,7 @@ def resume_rows(model: nn.Module, record: Record) -> PatchHandle | None:
 
 
 def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
-    """A model of the class, without a warning about learned parameters of schemes, which are loaded later."""
+    """Load a model of the class, without a warning about learned parameters of schemes, which are loaded later."""
     logger = logging.getLogger("transformers.modeling_utils")
     withheld = []
 
@@ -106,7 +107,7 @@ def load_class(cls: Any, path: str | Path, **kwargs: Any) -> nn.Module:
 
 
 def is_learned(key: Any) -> bool:
-    """Whether a name in a `state_dict` is that of a learned parameter of a scheme."""
+    """Whether a name in a `state_dict` belongs to a learned parameter of a scheme."""
     return f".{NAME}." in f".{key}"
 
 

@@ -1,4 +1,4 @@
-"""The fields that state positions in a config, in the words of Transformers 5 and in those of before."""
+"""The fields that state positions in a config, in the words of Transformers 5 and in older ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original
 
 
 def new_words(before: Mapping[str, Any], parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
-    """A config with other positions, as Transformers 5 writes it.
+    """A config with other positions, in the words of Transformers 5.
 
     Args:
         before: the fields of the text model.
@@ -30,8 +30,8 @@ def new_words(before: Mapping[str, Any], parameters: dict[str, Any], trained: in
 
 
 def older_words(parameters: dict[str, Any]) -> dict[str, Any]:
-    """For Transformers before 5 and the like: `rope_theta` at the top, `type` and `rope_type` in `rope_scaling`. None
-    of them for parameters by layer type.
+    """Fields for Transformers before 5 and the like: `rope_theta` at the top, `type` and `rope_type` in `rope_scaling`.
+    Empty for parameters by layer type.
     """
     if "rope_type" not in parameters:
         return {}

@@ -38,8 +38,8 @@ def trained_weights(folder: Path, scheme: Scheme) -> Weights:
 
 
 def copy_without_learned(file: Path, target: Path) -> bool:
-    """Copy weights, or their index, without learned parameters of schemes, which other programs refuse to load; False
-    and no copy if they have none.
+    """Copy weights, or their index, without learned parameters of schemes, which other programs refuse to load. Return
+    False, and copy nothing, if they have none.
     """
     if file.name == SAFE_WEIGHTS_INDEX_NAME:
         shards = shards_of(file)

@@ -27,7 +27,7 @@ _REACHING = {
 """Fields of `adapter_config.json` with which PEFT runs code, or reads more than the adapters, and what each does."""
 
 _HARMLESS = {"shadow_model": "mirror"}
-"""Values of them that build from the base model alone."""
+"""Values of these fields that are harmless, because they build from the base model alone."""
 
 
 def drop_implementations(config: Any) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from rope_patch.errors import InvalidField, UnsupportedModel
+from rope_patch.models.adapter_record import ADAPTERS, write_adapter_record
 from rope_patch.models.find_stacks import find_stacks
 from rope_patch.models.record import Record
-from rope_patch.mounting.saved import ADAPTERS, OF_PROMPTS
+from rope_patch.mounting.saved import OF_PROMPTS
 from rope_patch.patching import PatchHandle, find_handles, loaded
 
 
@@ -54,14 +55,17 @@ def save_pretrained(model: nn.Module | PatchHandle, folder: str | Path, **kwargs
         inner.save_pretrained(folder, **kwargs)
     if record is not None and kwargs.get("is_main_process", True):
         for file in _settings_in(Path(folder), inner, kwargs):
+            if file.name == ADAPTERS:
+                write_adapter_record(file.parent, record.scheme)
+                continue
             fields = json.loads(file.read_text(encoding="utf-8"))
             if Record.read(fields) is None:
-                (record if file.name == CONFIG_NAME else Record(record.scheme)).write(fields)
+                record.write(fields)
                 file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether a module in it keeps a part of its weights, which only `FullyShardedDataParallel` can collect."""
+    """Whether a part of the model is sharded by `FullyShardedDataParallel`, which alone can collect its weights."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -82,7 +86,7 @@ def _saved_part(model: nn.Module) -> Any:
 
 
 def _record_of(model: nn.Module, handles: tuple[PatchHandle, ...]) -> Record | None:
-    """The record of a model all of whose stacks carry one scheme.
+    """The record of a model, if all of its stacks carry one scheme.
 
     Raises:
         UnsupportedModel: they do not, and a config has one record for all of them.
@@ -98,7 +102,7 @@ def _record_of(model: nn.Module, handles: tuple[PatchHandle, ...]) -> Record | N
 
 
 def _settings_in(folder: Path, model: Any, kwargs: dict[str, Any]) -> list[Path]:
-    """The files that describe what was saved: a config, or those of adapters."""
+    """The settings files that were saved: a config, or the ones of adapters."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         return [folder / CONFIG_NAME]

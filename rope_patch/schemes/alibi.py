@@ -18,7 +18,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class ALiBi(Scheme):
-    """-slope_h |m - n|, added to the scaled scores; each head has its own horizon.
+    """Add -slope_h |m - n| to the scaled scores; each head has its own horizon.
 
     Args:
         slopes: one per head; default the published ones. For n heads, n a power of two, they are 2^(-8 i / n); other

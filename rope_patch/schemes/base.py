@@ -1,4 +1,4 @@
-"""What a scheme is: a frozen dataclass that fills slots of the one equation and knows no model.
+"""A scheme: a frozen dataclass that fills slots of the one equation and knows no model.
 
 x_m    = e(x_m, token_m, m)
 s(m,n) = lambda(m) * < R_f(phi_q(m)) q_m , R_f(phi_k(n)) k_n > * scaling + b(q_m, k_n, m, n)
@@ -25,7 +25,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, Regime, RotarySp
 
 @dataclass(frozen=True)
 class Source:
-    """Where a scheme was published first: the paper or the post, and a link to the authors' `code`, if there is any."""
+    """The first publication of a scheme: the paper or the post, and a link to the authors' `code`, if there is any."""
 
     title: str
     year: int
@@ -56,15 +56,16 @@ Sweeps = tuple[Sweep, ...] | None
 
 @dataclass(frozen=True)
 class Composed:
-    """What a class attribute of `Scheme` is for a composition: what `combine` makes of its values for the parts, or for
-    those `filling` one of some slot methods alone. It stands beside the attribute, in its annotation.
+    """The rule that gives a composition the value of a class attribute of `Scheme`: `combine` receives the values of
+    the parts, or, with `filling`, only those of the parts that fill one of these slot methods. It stands beside the
+    attribute, in its annotation.
     """
 
     combine: Callable[[list[Any]], Any]
     filling: tuple[str, ...] = ()
 
     def of(self, name: str, parts: Iterable[Scheme]) -> Any:
-        """The value of the attribute `name` for a composition of `parts`."""
+        """Combine the values that `parts` have for the attribute `name`."""
         return self.combine(
             [getattr(part, name) for part in parts if not self.filling or not part.methods.isdisjoint(self.filling)]
         )
@@ -87,14 +88,14 @@ Names = Annotated[tuple[str, ...], Composed(_joined)]
 
 
 class _SchemeType(type):
-    """The type of scheme classes, which says what to write where required fields are missing."""
+    """The metaclass of schemes: an error about missing required fields says what to write."""
 
     @property
     def __signature__(cls) -> inspect.Signature:
         """The fields, which `inspect` would else hide behind `__call__`."""
         return inspect.Signature(list(inspect.signature(cls.__init__).parameters.values())[1:])  # type: ignore[misc]
 
-    if not TYPE_CHECKING:  # else a checker would take any fields for any class
+    if not TYPE_CHECKING:  # else a type checker would accept any fields for any class
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             """An instance of the class.
@@ -207,11 +208,12 @@ class Scheme(metaclass=_SchemeType):
             rule.check(self)
 
     def __add__(self, other: Scheme) -> Scheme:
-        """Both side by side, as `Compose(self, other)`."""
+        """Compose both schemes side by side, as `Compose(self, other)` does."""
         return type(self).composition(self, other) if isinstance(other, Scheme) else NotImplemented  # type: ignore[call-arg]
 
     def frequencies_on(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """`frequencies`, but pairs that the checkpoint leaves still stay so, unless the scheme chooses its pairs.
+        """Like `frequencies`, but pairs that the checkpoint does not rotate stay so, unless the scheme chooses its
+        pairs.
 
         Args:
             rotary, length, weights: as for `frequencies`.
@@ -225,7 +227,7 @@ class Scheme(metaclass=_SchemeType):
     # --- slots ---------------------------------------------------------------------------------------------------
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """f: a frequency for each rotated pair, and what multiplies cos and sin.
+        """The frequency f of each rotated pair, and the factor on cos and sin.
 
         Args:
             rotary: width, base and training length of the checkpoint's rotations.
@@ -238,9 +240,9 @@ class Scheme(metaclass=_SchemeType):
         return self.refine(Frequencies(inverse_frequencies(rotary.dim, rotary.base)), rotary, weights)
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """f, made of the frequencies of another scheme by one that `refines`. Listed beside that scheme it does not own
-        the slot; listed alone it refines the checkpoint's own frequencies, and its `frequencies` are those of RoPE,
-        refined.
+        """Derive f from the frequencies of another scheme, in a scheme that `refines`. Listed beside that scheme it
+        does not own the slot; listed alone it refines the checkpoint's own frequencies, and its `frequencies` are those
+        of RoPE, refined.
 
         Args:
             frequencies: of the other scheme, `(d/2,)` or `(batch, d/2)`.
@@ -249,31 +251,34 @@ class Scheme(metaclass=_SchemeType):
         return frequencies
 
     def segments(self) -> tuple[Region, ...]:
-        """phi: disjoint regions of (m, n); a pair in none of them is not attended."""
+        """The position maps phi, as disjoint regions of (m, n); a pair in none of them is not attended."""
         raise NotImplementedError
 
     def at_length(self, length: int) -> Scheme:
-        """The same scheme for texts of `length` tokens, whose regions follow from nothing else: `segments` of a scheme
-        that has `regions_by_length` is asked of this one alone.
+        """The scheme for texts of `length` tokens. A scheme that has `regions_by_length` returns one whose regions
+        follow from this length alone, and `segments` is called on that.
         """
         return self
 
     def query_scale(self, positions: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """lambda(m), float32, `(heads or 1, *positions.shape)`; `positions` are of any shape, at least 0."""
+        """The factor lambda(m) on queries, float32, `(heads or 1, *positions.shape)`; `positions` are of any shape, at
+        least 0.
+        """
         raise NotImplementedError
 
     def bias(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b by distance, float32, `(heads, *distance.shape)`; -inf hides a pair."""
+        """The bias b by distance, float32, `(heads, *distance.shape)`; -inf hides a pair."""
         raise NotImplementedError
 
     def content_bias(self, pairs: Pairs, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b by content, or by positions that a distance does not give: added to `pairs.scores`, to whose shape it
-        broadcasts. Values for hidden pairs are ignored; -inf hides a pair.
+        """The bias b by content, or by positions that a distance does not give. It is added to `pairs.scores`, to whose
+        shape it broadcasts. Values for hidden pairs are ignored; -inf hides a pair.
         """
         raise NotImplementedError
 
     def running_bias(self, states: torch.Tensor, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """b = c_m - c_n: what each token adds to the running sum c of each head, float32, `(batch, length, heads)`.
+        """The addend of each token to the running sum c of each head, float32, `(batch, length, heads)`; the bias is
+        c_m - c_n.
 
         The sums of earlier tokens are kept in the cache. Softmax does not see c_m, so the fast kernels get a term per
         key alone.
@@ -284,13 +289,13 @@ class Scheme(metaclass=_SchemeType):
         raise NotImplementedError
 
     def weight_factor(self, distance: torch.Tensor, num_heads: int, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """c by distance, float32, `(heads, *distance.shape)`."""
+        """The factor c on attention weights by distance, float32, `(heads, *distance.shape)`."""
         raise NotImplementedError
 
     def relative_values(
         self, attention: torch.Tensor, distance: torch.Tensor, weights: Weights = NO_WEIGHTS
     ) -> torch.Tensor:
-        """sum_n attention(m, n) u(m, n), `(batch, heads, q_len, value_dim)`.
+        """The sum over n of attention(m, n) u(m, n), which is added to the output, `(batch, heads, q_len, value_dim)`.
 
         Args:
             attention: c(m, n) softmax_n(s(m, n)), `(batch, heads, q_len, kv_len)`.
@@ -299,7 +304,7 @@ class Scheme(metaclass=_SchemeType):
         raise NotImplementedError
 
     def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """e(x_m, token_m, m), the shape and dtype of `tokens.states`.
+        """The input e(x_m, token_m, m) that replaces the token's, in the shape and dtype of `tokens.states`.
 
         Raises:
             UnsupportedPositions: where there is no vector for a position, or no ids and the scheme reads them.
@@ -309,7 +314,7 @@ class Scheme(metaclass=_SchemeType):
     def advance(
         self, tokens: Tokens, state: torch.Tensor | None, weights: Weights = NO_WEIGHTS
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`embedding` of a scheme that is `stateful`, with what it remembers of earlier tokens.
+        """Like `embedding`, for a scheme that is `stateful`: the state carries what it remembers of earlier tokens.
 
         Args:
             tokens: the next ones of each row; a row begins anew at every position 0.
@@ -321,7 +326,7 @@ class Scheme(metaclass=_SchemeType):
         raise NotImplementedError
 
     def rows(self, native: torch.Tensor) -> torch.Tensor:
-        """For models that add a table of positions to their input: the rows at positions 0, 1, ..., `(N, hidden)`.
+        """The rows at positions 0, 1, ..., `(N, hidden)`, for models that add a table of positions to their input.
 
         Args:
             native: the checkpoint's own rows, `(n, hidden)`.
@@ -359,8 +364,8 @@ class Scheme(metaclass=_SchemeType):
         return {}
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
-        """The same scheme with the fields filled in that follow from a target on this `checkpoint`; without a target it
-        is as it was.
+        """Fill in the fields that follow from a target on this `checkpoint`; without a target the scheme stays as it
+        is.
 
         Raises:
             InvalidField: see `fields_for`.
@@ -370,7 +375,7 @@ class Scheme(metaclass=_SchemeType):
     # --- learned parameters ----------------------------------------------------------------------------------------
 
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
-        """The learned parameters that the scheme brings, as they start: float32, on the CPU, of any shape, by name.
+        """Initial values of the learned parameters that the scheme brings: float32, on the CPU, of any shape, by name.
 
         They start so that a pretrained model changes as little as the method allows. Every slot's method but
         `segments` is given them, trained, as `weights`.
@@ -385,8 +390,8 @@ class Scheme(metaclass=_SchemeType):
         return {}
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
-        """The scheme in the words of Transformers' `rope_parameters`, without what every type shares; fields that are
-        left to the checkpoint are read from its `rotary`.
+        """Express the scheme in Transformers' `rope_parameters`, without the fields that every type shares; fields that
+        are left to the checkpoint are read from its `rotary`.
 
         Raises:
             NotExpressible: when Transformers has no words for it.
@@ -414,24 +419,26 @@ class Scheme(metaclass=_SchemeType):
 
     @property
     def frequency_owner(self) -> Scheme | None:
-        """The part whose frequencies stand in the place of the checkpoint's own; None if those stay, also refined, or
-        if nothing rotates any more.
+        """The part whose frequencies replace the checkpoint's own; None if those stay, also refined, or if nothing
+        rotates any more.
         """
         return self if "frequencies" in self.slots and not (self.refines or self.stills) else None
 
     @property
     def brings_bias(self) -> bool:
-        """Whether its bias holds positions, so that it replaces the checkpoint's own rotation or bias."""
+        """Whether the scheme has a bias that carries positions, so that it replaces the checkpoint's own rotation or
+        bias.
+        """
         return "bias" in self.slots and not self.only_masks
 
     @property
     def is_table(self) -> bool:
-        """Whether its positions can be the rows of a table."""
+        """Whether the positions of the scheme can be the rows of a table."""
         return type(self).rows is not Scheme.rows
 
     @property
     def learns(self) -> bool:
-        """Whether it may bring learned parameters."""
+        """Whether the scheme may bring learned parameters."""
         return type(self).parameters is not Scheme.parameters
 
     def parts(self) -> tuple[Scheme, ...]:
@@ -439,7 +446,7 @@ class Scheme(metaclass=_SchemeType):
         return (self,)
 
     def of_layers(self, kinds: Mapping[int, str], num_layers: int) -> dict[int, Scheme | None]:
-        """The scheme of each layer by its index; None for a layer that is left as it is.
+        """The scheme of each layer, by its index; None for a layer that stays unchanged.
 
         Args:
             kinds: index and type, such as `full_attention`, of the layers that attend.
@@ -452,7 +459,7 @@ class Scheme(metaclass=_SchemeType):
         return dict.fromkeys(kinds, self)
 
     def resolve(self, checkpoint: Checkpoint) -> Scheme:
-        """The same scheme with the defaults that depend on the `checkpoint` filled in.
+        """Fill in the defaults that depend on the `checkpoint`.
 
         Raises:
             InvalidField: when a field does not fit this checkpoint.
@@ -467,7 +474,7 @@ class Scheme(metaclass=_SchemeType):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"name": ..., **fields}`, which `scheme_from_dict` reads back."""
+        """Convert to `{"name": ..., **fields}`, which `scheme_from_dict` reads back."""
         return {"name": self.name, **self.fields()}
 
     def __str__(self) -> str:
@@ -487,21 +494,21 @@ SLOTS: dict[str, Slot] = {
     "relative_values": "values",
     "embedding": "embedding",
 }
-"""Which slot of the equation each method fills."""
+"""The slot of the equation that each method fills."""
 
 TRAINING: dict[Regime, str] = {
     "training-free": "none needed",
     "fine-tune": "fine-tuning needed",
     "from-scratch": "needed from scratch",
 }
-"""What a pretrained checkpoint needs, in words."""
+"""The training that a pretrained checkpoint needs, in words."""
 
 COMPOSED: dict[str, Composed] = {
     name: rule
     for name, hint in get_type_hints(Scheme, include_extras=True).items()
     for rule in getattr(get_args(hint)[0], "__metadata__", ())
 }
-"""The class attributes that a composition has of its parts, and how."""
+"""The rules for class attributes that a composition derives from its parts."""
 
 
 def _plain(value: Any) -> Any:

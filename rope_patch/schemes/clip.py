@@ -46,7 +46,7 @@ class ClippedRoPE(Scheme):
     pairs: Annotated[int, AtLeast(1)] | None = None
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """As in `Scheme`.
+        """Slow the last pairs of these frequencies; arguments as in `Scheme.refine`.
 
         Raises:
             InvalidField: the checkpoint has fewer pairs than `pairs`.

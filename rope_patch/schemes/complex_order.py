@@ -16,7 +16,8 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class ComplexOrder(Scheme):
-    """Dimension j of a word at position k is r_j e^(i (omega_j k + phi_j)): a shift of the text turns it by omega_j.
+    """Read dimension j of a word at position k as r_j e^(i (omega_j k + phi_j)): a shift of the text turns it by
+    omega_j.
 
     The paper requires a bounded function of the position that a shift multiplies by a factor of the shift alone. Only
     these waves qualify. Each word learns how fast its dimensions turn, so a word may depend on its position much,

@@ -18,7 +18,7 @@ _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
 
 class Combined(Scheme):
-    """A scheme that has its class attributes of others, the `inner` ones; see `Composed`."""
+    """A scheme made of others, its `inner` ones, which also determine its class attributes; see `Composed`."""
 
     inner: tuple[Scheme, ...]
 
@@ -48,8 +48,8 @@ for _name, _rule in COMPOSED.items():
 
 
 class Compose(Combined):
-    """Schemes side by side: one owner per slot, except that query scales multiply, biases add, and what refines
-    frequencies is given those of their owner, in the order listed.
+    """Several schemes side by side: each slot has one owner, except that query scales multiply, biases add, and schemes
+    that refine frequencies receive the frequencies of their owner, in the order listed.
 
     Args:
         *schemes: two or more schemes; nested compositions are flattened.
@@ -62,10 +62,10 @@ class Compose(Combined):
     name = "compose"
     summary = "several schemes side by side"
     aliases = ()
-    title = "composition"  # its parts are named one by one
+    title = "composition"  # errors and tables name its parts one by one
     equation = "each slot from its owner; query scales multiply, biases add, frequencies are refined in turn"
     source = Source("the one equation of this project", 2026, "")
-    rope_type = None  # its parts are asked, see `rope_parameters`
+    rope_type = None  # the parts give it, see `rope_parameters`
     sweep = None  # a search tries plain schemes
 
     def __init__(self, *schemes: Scheme) -> None:

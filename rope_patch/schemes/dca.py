@@ -15,7 +15,7 @@ from rope_patch.schemes.tools.positions import Constant, Periodic
 
 @dataclass(frozen=True)
 class DualChunkAttention(Scheme):
-    """Keys keep their position within a chunk; the query's position depends on how many chunks back it looks.
+    """Keep the position of a key within its chunk; the query's position depends on how many chunks back it looks.
 
     The period is s = chunk_size - local_window, and r = m mod s. The query is at r for its own chunk, at
     min(r + s, chunk_size) for the previous one, so that neighbours across the border keep their distance, and at

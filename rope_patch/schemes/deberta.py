@@ -21,7 +21,7 @@ _TERMS = ("c2p", "p2c")
 
 @dataclass(frozen=True)
 class Disentangled(Scheme):
-    """One table of relative positions, projected to keys for the queries and to queries for the keys.
+    """Project one table of relative positions to keys for the queries, and to queries for the keys.
 
     delta(m, n) = clip(m - n + k, 0, 2k - 1) is a row of that table. With t terms in addition to the content, scores are
     divided by sqrt((1 + t) d) instead of sqrt(d), so that more terms do not make larger scores.
@@ -154,7 +154,9 @@ class Disentangled(Scheme):
 
 
 def _by_key(key: torch.Tensor, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """<k_n, queries[rows(m, n)]>, `(batch, heads, q_len, kv_len)`, from queries `(heads, rows, head_dim)`."""
+    """The scores <k_n, queries[rows(m, n)]>, `(batch, heads, q_len, kv_len)`, from queries `(heads, rows,
+    head_dim)`.
+    """
     if rows.shape[1] == 1:  # a decoding step: one vector per key is cheaper than a product with every row
         return (key * queries[:, rows[:, 0]].transpose(0, 1)).sum(dim=-1)[:, :, None]
     products = key @ queries.transpose(-1, -2)

@@ -15,7 +15,8 @@ from rope_patch.schemes.tools.positions import Grouped, PerPair
 
 @dataclass(frozen=True)
 class DimensionWise(Scheme):
-    """Self-Extend with a group size for each group of pairs, because pairs differ in the distances that they know.
+    """Group far positions as Self-Extend does, with a group size for each group of pairs, because pairs differ in the
+    distances that they know.
 
     The authors find the steps by a retrieval task for each group of pairs and model: [2, 8, 2, 8, 32, 32, 32, 4] for
     Llama-3-8B, [2, 16, 8, 8, 32, 8, 2, 4] for Qwen2.5-7B, both for 16 times their length. They do so in every head,

@@ -18,7 +18,7 @@ _EPSILON = 1e-6  # keeps the quotient finite, as in the paper's listing
 
 @dataclass(frozen=True)
 class FIRE(Scheme):
-    """A network learns the bias as a function of psi(m-n) / psi(max(m, threshold)), which lies between 0 and 1.
+    """Let a network learn the bias as a function of psi(m-n) / psi(max(m, threshold)), which lies between 0 and 1.
 
     Dividing by the query's own position keeps every distance within the trained range, however long the text. The
     logarithm in psi separates near distances, and the threshold preserves absolute distances in short texts. With

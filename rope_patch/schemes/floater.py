@@ -18,7 +18,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class FLOATER(Scheme):
-    """A learned flow carries an initial vector along the positions: p(t) = p(s) + int_s^t h(tau, p).
+    """Carry an initial vector along the positions by a learned flow: p(t) = p(s) + int_s^t h(tau, p).
 
     The flow h is one small network with two layers, whatever the length of the text. It learns the step from one
     position to the next, so every position has a vector. Here it is W_2 tanh([p, tau] W_1^T + b_1) + b_2. Its speed is
@@ -96,7 +96,7 @@ class FLOATER(Scheme):
         return (x + rows_at(path, tokens.positions, self.name)).to(x.dtype)
 
     def _path(self, start: torch.Tensor, theta: list[torch.Tensor], last: int) -> torch.Tensor:
-        """p at positions 0 to `last`, `(last + 1, hidden)`."""
+        """The vectors p at positions 0 to `last`, `(last + 1, hidden)`, from an ODE solver."""
         w_1, b_1, w_2, b_2 = theta
 
         def velocity(m: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

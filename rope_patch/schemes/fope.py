@@ -24,7 +24,7 @@ class FoPECut(Scheme):
 
     The paper trains with the cut. A model trained without it uses the slow pairs: on the embedded checkpoint the loss
     at L rises from 2.114 to 2.876 nats per token, and at 4L it falls from 5.091 to 4.268, far above the 2.079 of
-    attention cut at L (12 windows, protocol `last`).
+    the sliding window (12 windows, protocol `last`).
 
     It cuts the frequencies of the scheme listed with it, or of the checkpoint if it is listed alone. A pair that the
     other scheme slows is cut if it no longer completes a turn. By default the released code cuts before it

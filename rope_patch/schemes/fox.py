@@ -16,7 +16,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class FoX(Scheme):
-    """A forget gate between 0 and 1 for each token and head; a key's weight is multiplied by all gates after it.
+    """Multiply a key's weight by all forget gates after it; each token and head has a gate between 0 and 1.
 
     The product of the gates from n + 1 to m is exp(c_m - c_n), where c is the running sum of their logarithms. It is a
     bias that depends on the text: a head remembers while its gates stay near 1, and drops the past at a token whose

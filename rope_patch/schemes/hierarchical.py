@@ -17,7 +17,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Hierarchical(Scheme):
-    """Position (i-1) n + j is a mixture of two vectors, one for block i and one for place j within it.
+    """Mix two vectors for position (i-1) n + j: one for block i, and one for place j within it.
 
     The vectors u_i are chosen so that the first block is the checkpoint's own table: q_j = alpha u_1 + (1-alpha) u_j =
     alpha p_1 + (p_j - alpha p_1) = p_j. Those n rows are copied bit for bit, so texts within the training length keep
@@ -48,7 +48,7 @@ class Hierarchical(Scheme):
     absolute = True
     keeps_rows = True
     shared = ("base_positions",)
-    sweep = None  # for position tables, where attention cut at L is not a reference
+    sweep = None  # for position tables, where the sliding window is not a reference
 
     alpha: Annotated[float, Between(0, 1, excluded=0.5)] = 0.4
     num_positions: Annotated[int, AtLeast(1)] | None = None
@@ -83,7 +83,7 @@ class Hierarchical(Scheme):
         return self._mixture(native, places[: -(-rows // n), None], places).flatten(0, 1)[:rows]
 
     def _count(self, n: int) -> int:
-        """The number of positions that n rows form."""
+        """The number of positions that n rows form, checked against the field `num_positions`."""
         count = n * n if self.num_positions is None else self.num_positions
         if not n <= count <= n * n:
             raise InvalidField(
@@ -93,7 +93,7 @@ class Hierarchical(Scheme):
         return count
 
     def _mixture(self, p: torch.Tensor, block: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """q of two digits, counted from 0, `(*their broadcast shape, hidden)`, in float32 at least."""
+        """The vector q of two digits, counted from 0, `(*their broadcast shape, hidden)`, in float32 at least."""
         wide = torch.promote_types(p.dtype, torch.float32)
         first, of_block, of_place = (p[index].to(wide) for index in (0, block, place))
         u_block, u_place = ((row - self.alpha * first) / (1 - self.alpha) for row in (of_block, of_place))

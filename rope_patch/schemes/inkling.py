@@ -15,7 +15,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Inkling(Scheme):
-    """Each query token chooses per head how its scores depend on distance, as a mixture of learned profiles.
+    """Let each query token choose, per head, how its scores depend on distance: by a mixture of learned profiles.
 
     A layer learns `rank` profiles over the nearest `extent` distances. The state that enters attention is projected to
     `rank` mixing weights per head. Farther keys get no bias, so a longer text brings no new distance if `extent` is

@@ -17,7 +17,7 @@ _FLOOR = 0.01  # the minimum of r1 and r2 in the authors' code
 
 @dataclass(frozen=True)
 class KERPLE(Scheme):
-    """A penalty on distance; each head learns its strength r1 and shape r2.
+    """Penalise distance; each head learns the strength r1 and the shape r2 of its penalty.
 
     Both forms are conditionally positive definite: up to a constant, which softmax cancels, they are inner products of
     positions, so adding them concatenates positional features to queries and keys. The logarithm fades so slowly that
@@ -68,5 +68,5 @@ class KERPLE(Scheme):
 
 
 def _clamped(x: torch.Tensor, least: float, most: float | None = None) -> torch.Tensor:
-    """x clamped, with the gradient of x itself, so that a parameter can leave a bound again."""
+    """Clamp x, but pass the gradient through unclamped, so that a parameter can leave a bound again."""
     return x + (x.clamp(least, most) - x).detach()

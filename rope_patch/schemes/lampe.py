@@ -17,8 +17,8 @@ from rope_patch.schemes.tools.positions import Grouped, Identity, Interpolated
 
 @dataclass(frozen=True)
 class LaMPE(Scheme):
-    """True positions within the window and, once more, between the first and the last tokens of a text; in between, a
-    text of l tokens is mapped to M(l) positions.
+    """Keep true positions within the window and, once more, between the first and the last tokens of a text; in
+    between, map a text of l tokens to M(l) positions.
 
     phi(n) = floor(M n / (l - 1)) counts the middle, and the query is shifted so that it goes on where the window ends.
     From l - e tokens on distances grow by one again: the last e tokens see the first e at true resolution, where e is
@@ -111,8 +111,8 @@ class LaMPE(Scheme):
 
     @classmethod
     def fit(cls, best: Mapping[int, float]) -> dict[str, Any]:
-        """a, b and c of the curve with the least squares to the best M at each length: three lengths at least, and M
-        grows. The grid of a and b is made finer around its best point; c follows from them.
+        """Fit a, b and c of the curve by least squares to the best M at each length. It takes at least three lengths,
+        and an M that grows. The grid of a and b is made finer around its best point; c follows from them.
         """
         points = sorted(best.items())
         if len(points) < 3:
@@ -138,7 +138,7 @@ class LaMPE(Scheme):
         return {"a": float(f"{a:.5g}"), "b": float(f"{b:.5g}"), "c": float(f"{c:.6g}")} if growth > -2 else {}
 
     def positions_of(self, length: int) -> int:
-        """M: the number of positions for the middle of a text of `length` tokens."""
+        """The number M of positions for the middle of a text of `length` tokens."""
         if self.a is None or self.b is None or self.c is None or length < (self.curve_from or 0):
             if self.mapping_length is None:
                 raise ValueError("lampe: call resolve() first to fill in the mapping length")
@@ -171,7 +171,9 @@ class LaMPE(Scheme):
 
 
 def _squares(points: Sequence[tuple[int, float]], a: float, b: float) -> tuple[float, float]:
-    """The sum of squares by which the best curve with this a and b misses M at each length, and its c."""
+    """The least sum of squares by which a curve with this a and b misses M at the given lengths, and the c of that
+    curve.
+    """
     shares = [(1 + math.tanh((a * length + b) / 2)) / 2 for length, _ in points]
     c = sum(share * m for share, (_, m) in zip(shares, points, strict=True)) / sum(share**2 for share in shares)
     return sum((c * share - m) ** 2 for share, (_, m) in zip(shares, points, strict=True)), c

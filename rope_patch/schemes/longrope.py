@@ -71,7 +71,7 @@ class LongRoPE(Scheme):
         if self.factor is not None:
             return self
         trained = self.original_max_position_embeddings or checkpoint.training_length
-        filled = copy.copy(self)  # which a checkpoint may have with values that no new scheme may have
+        filled = copy.copy(self)  # not `replace`: a checkpoint may have values that no new scheme may have
         object.__setattr__(filled, "factor", max(1.0, checkpoint.max_length / trained))
         return filled
 
@@ -116,7 +116,7 @@ class LongRoPE(Scheme):
         return Frequencies(chosen if length.ndim == 1 else chosen[:, None], temperature)
 
     def _slowed(self, rotary: RotarySpec, name: str, weights: Weights) -> torch.Tensor:
-        """theta_i / lambda_i with the list of this name, or its trained values."""
+        """The frequencies theta_i / lambda_i, with the factors of the field `name` or their trained values."""
         period = periods(rotary.dim, rotary.base)
         factors = weights[name].float() if name in weights else torch.tensor(getattr(self, name))
         return 1.0 / (factors * period.to(factors.device))

@@ -52,7 +52,7 @@ class MsPoE(Scheme):
         "https://github.com/VITA-Group/Ms-PoE",
     )
     by_head = True
-    sweep = None  # it reaches no longer text, and `rank_heads` measures its order
+    sweep = None  # it does not reach longer texts, and `rank_heads` measures its order
 
     min_factor: Annotated[float, AtLeast(1)] = 1.2
     max_factor: Annotated[float, AtLeast("min_factor")] = 1.8

@@ -48,7 +48,8 @@ class NTKScaling(Scheme):
     fields_for = factor_for
 
     def base(self, rotary: RotarySpec) -> float:
-        """The raised base for the width and the base of `rotary`; `rope_parameters` need nothing else.
+        """The raised base b k^(d/(d-2)), or b k, from the width and the base of `rotary`; `rope_parameters` need
+        nothing else.
 
         Raises:
             InvalidField: the checkpoint rotates only one pair of dimensions.
@@ -90,7 +91,7 @@ class AdjustedBase(Scheme):
 
 @dataclass(frozen=True)
 class DynamicNTK(Scheme):
-    """NTK scaling by the current length l of each row: plain RoPE up to L, a growing base beyond.
+    """Scale the base by the current length l of each row: plain RoPE up to L, a growing base beyond.
 
     It is a pure function of the length, without state between calls or coupling between rows; Transformers' `dynamic`
     keeps the largest base it ever saw. In a deep model, cached decoding still differs from recomputation, because
@@ -148,7 +149,7 @@ class DynamicNTK(Scheme):
 
 
 def _exponent(name: str, rotary: RotarySpec) -> float:
-    """d / (d - 2): with it the slowest pair is slowed by exactly the factor, for any number of pairs."""
+    """The exponent d / (d - 2), by which the slowest pair is slowed by exactly the factor, for any number of pairs."""
     if rotary.dim == 2:
         raise InvalidField(f"{name} needs several pairs of dimensions; this checkpoint rotates only one")
     return rotary.dim / (rotary.dim - 2)

@@ -60,7 +60,7 @@ class PerLayer(Combined):
 
     @classmethod
     def read(cls, layers: Any) -> PerLayer:
-        """The mixture from its text form, or from a saved dict.
+        """Parse a mixture from its text form, or from a saved dict.
 
         Args:
             layers: `[selector=scheme;...]`, with `none` for layers to leave unchanged; or a dict from selectors to the
@@ -148,7 +148,7 @@ def _scheme(value: Any) -> Scheme | None:
 
 
 def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[int]:
-    """The attention layers that a selector other than `rest` selects."""
+    """The attention layers that a selector picks; none for `rest`."""
     if selector == REST:
         return []
     if _SLICE.fullmatch(selector):
@@ -170,7 +170,7 @@ def _chosen(selector: str, kinds: Mapping[int, str], num_layers: int) -> list[in
 
 
 def _range(item: str, num_layers: int) -> range:
-    """The layers from `0-2` or `5`, of those that do not exist only the first."""
+    """Parse `0-2` or `5` to a range of layers; of layers that do not exist, it keeps only the first, for the error."""
     first, *last = map(int, item.split("-"))
     return range(first, min(*(last or [first]), max(first, num_layers)) + 1)
 
@@ -184,7 +184,7 @@ def _listed(indices: Iterable[int]) -> str:
 
 
 def hwfa(every: int = 4, window: int | None = None) -> PerLayer:
-    """Windows with RoPE; every k-th layer full, without rotation, under log-n (HWFA).
+    """Give layers windows with RoPE, and every k-th layer full attention under log-n without rotation (HWFA).
 
     Positions come from the windows; the full layers use no positions, so they have no distance to extrapolate. For
     models trained this way. Source: kexue.fm/archives/9603 (the last layer full) and 9731 (every k-th).
@@ -197,7 +197,8 @@ def hwfa(every: int = 4, window: int | None = None) -> PerLayer:
 
 
 def rnope_swa(every: int = 4, window: int = 4096) -> PerLayer:
-    """Windows with RoPE; every k-th layer full, without rotation (RNoPE-SWA; 2501.18795, section 4).
+    """Give layers windows with RoPE, and every k-th layer full attention without rotation (RNoPE-SWA; 2501.18795,
+    section 4).
 
     Args:
         every: k, at least 2; 4 in the paper.
@@ -207,7 +208,7 @@ def rnope_swa(every: int = 4, window: int = 4096) -> PerLayer:
 
 
 def full_layers(**fields: Any) -> PerLayer:
-    """YaRN on layers with full attention only; layers with a sliding window or without rotation stay unchanged.
+    """Apply YaRN to layers with full attention only; layers with a sliding window or without rotation stay unchanged.
 
     Args:
         **fields: of `yarn`, such as `factor` or `target`.

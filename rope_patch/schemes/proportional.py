@@ -14,7 +14,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class Proportional(Scheme):
-    """theta_i / k for the first share of the pairs, no rotation for the rest; the base is spread over all pairs.
+    """Rotate the first share of the pairs by theta_i / k, and the rest not at all; the base is spread over all pairs.
 
     Args:
         partial_rotary_factor: the share of pairs that rotate, above 0 and at most 1.

@@ -1,4 +1,4 @@
-"""How far a checkpoint reads under a scheme, and the warning for one that takes length away."""
+"""The length that a checkpoint reads under a scheme, and the warning for a scheme that takes length away."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def shortened(scheme: Scheme, checkpoint: Checkpoint) -> str:
     typed, reach = spelled(owner), reach_of(owner, checkpoint)
     reads = f"this checkpoint already reads {today:,} tokens ({scaling_of(checkpoint)})"
     if reach is None:
-        return f"{reads}; {typed} replaces that scaling, and nobody can tell what it reaches"
+        return f"{reads}; {typed} replaces that scaling, and the length that it reaches is not known"
     if reach >= today:
         return ""
     cure = f"Leave {owner.name} out to keep that scaling"
     if takes_target(type(owner)):
-        cure = f"For twice of today: {owner.name}:target={2 * today}"
+        cure = f"For twice today's length: {owner.name}:target={2 * today}"
     return f"{reads}; {typed} reaches {reach:,}. {cure}"
 
 
 def reach_of(owner: Scheme, checkpoint: Checkpoint) -> float | None:
-    """The length in tokens that the frequencies of `owner` reach on a checkpoint: the factor times the original length;
-    infinite if they follow the text, and None if they define no length.
+    """The length in tokens that the frequencies of `owner` reach on a checkpoint: the factor times the original length.
+    It is infinite if they follow the text, and None if they define no length.
     """
     if owner.length_dependent and owner.rope_type != "longrope":
         return math.inf
@@ -42,7 +42,7 @@ def reach_of(owner: Scheme, checkpoint: Checkpoint) -> float | None:
 
 
 def scaling_of(checkpoint: Checkpoint) -> str:
-    """A checkpoint's own scaling in a few words, such as `llama3, factor 8`."""
+    """Name a checkpoint's own scaling in a few words, such as `llama3, factor 8`."""
     if checkpoint.native is None:
         return "by a scaling of its own"
     factor = getattr(checkpoint.native.resolve(checkpoint), "factor", None)
@@ -50,7 +50,7 @@ def scaling_of(checkpoint: Checkpoint) -> str:
 
 
 def spelled(scheme: Scheme) -> str:
-    """A scheme as you would type it: its parts by name, each with the fields that differ from their defaults."""
+    """Spell a scheme as you would type it: its parts by name, each with the fields that differ from their defaults."""
     if len(parts := scheme.parts()) > 1:
         return "+".join(map(spelled, parts))
     if not dataclasses.is_dataclass(scheme) or isinstance(scheme, Combined):

@@ -57,7 +57,7 @@ class Recurrent(Scheme):
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         d, width = shape.hidden_size, self.width or shape.hidden_size
         sizes = ((3 * width, d), (3 * width, width), (3 * width,), (3 * width,))
-        bound = width**-0.5  # that of torch.nn.GRU
+        bound = width**-0.5  # the bound of torch.nn.GRU
         values = [bound * (2 * torch.rand(size, generator=random) - 1) for size in sizes]
         values.append(self.initial_std * bound * torch.randn(d, width, generator=random))
         return dict(zip(self.shared, values, strict=True))
@@ -84,7 +84,9 @@ class Recurrent(Scheme):
 def _read_tokens(
     x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor], seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """`_read_texts` without pads, false in `seen` `(batch, length)`; at a pad, h is that of the last token."""
+    """Like `_read_texts`, but it skips pads, which are false in `seen` `(batch, length)`; at a pad, h is that of the
+    last token before it.
+    """
     if seen is None or seen.all():
         return _read_texts(x, starts, state, gru)
     pads_last = (~seen).long().argsort(dim=1, stable=True)
@@ -95,7 +97,7 @@ def _read_tokens(
 
 
 def _read_texts(x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, gru: list[torch.Tensor]) -> torch.Tensor:
-    """h after every token.
+    """Compute the state h after every token.
 
     The texts of all rows are read in parallel, packed as `torch.nn.utils.rnn` packs sequences: short texts need no
     padding to the longest, and a pad is a text of one token.

@@ -18,7 +18,7 @@ from rope_patch.schemes.target import Reaching, filled_for, takes_target
 _REGISTRY: dict[str, type[Scheme]] = {}
 
 FORMS: dict[str, Callable[..., Scheme]] = {}
-"""Further names, of mixtures of schemes: what makes one from its fields. Text in brackets is the field `layers`."""
+"""Names of mixtures of schemes, each with the function that makes it; text in brackets is the field `layers`."""
 
 _ALL = "`rope-patch list` shows all"
 _NOTHING = "for the model as it is, do not patch it, or call unpatch(model)"
@@ -30,7 +30,7 @@ _ADVICE = {
     **dict.fromkeys(("none", "null", "plain", "off", "original", "native", "unpatched"), _NOTHING),
     **dict.fromkeys(("streamingllm", "attentionsink", "attentionsinks"), _SINKS),
 }
-"""What to write for names without a scheme here, or with other fields."""
+"""Advice on names that have no scheme here, or have other fields."""
 
 _FIELDS_MEANT = {
     **dict.fromkeys(("scale", "scaling", "scaling_factor", "s", "k", "extension_factor"), "factor"),
@@ -38,7 +38,7 @@ _FIELDS_MEANT = {
     **dict.fromkeys(("group", "groups", "group_factor", "g"), "group_size"),
     **dict.fromkeys(("original_length", "original_max_length"), "original_max_position_embeddings"),
 }
-"""What papers and other programs call a field."""
+"""Names of fields in papers and other programs."""
 
 _CALL = re.compile(r"\s*([\w-]+)\s*\((.*)\)\s*", re.DOTALL)
 
@@ -46,7 +46,8 @@ _DEEPEST = 8  # brackets within brackets: a list of numbers in a mixture of laye
 
 
 def register_scheme(cls: type[Scheme]) -> type[Scheme]:
-    """Give a scheme class its `name`, so that names, command lines and saved models find it. Usable as a decorator.
+    """Register a scheme class under its `name`, so that names, command lines and saved models find it. It works as a
+    decorator.
 
     The same definition may be run again, as cells of a notebook are; the newer class is found from then on.
 
@@ -85,12 +86,12 @@ def _folded(name: str) -> str:
 
 
 def other_names(cls: type[Scheme]) -> list[str]:
-    """What Transformers, vLLM and papers call a scheme."""
+    """Other names of a scheme in Transformers, in vLLM and in papers."""
     return [name for name in (cls.rope_type, *vars(cls).get("aliases", ())) if name]
 
 
 def find_name(typed: str, forms: Iterable[str] = ()) -> str:
-    """The registered name, or that of one of the `forms`, that is meant.
+    """Resolve a typed name to the registered one, or to one of the `forms`.
 
     Args:
         typed: the name in any case, with or without hyphens and underscores; that of the class; or the name in
@@ -116,7 +117,7 @@ def find_name(typed: str, forms: Iterable[str] = ()) -> str:
 
 
 def get_scheme(name: str, **fields: Any) -> Scheme:
-    """A scheme from its name and fields, or from a string that spells both.
+    """Build a scheme from its name and fields, or from a string that spells both.
 
     Args:
         name: a registered name, or `name:field=value,...` and several of them joined by `+`. Case, hyphens and
@@ -150,7 +151,7 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
 
 
 def scheme_from_dict(data: dict[str, Any]) -> Scheme:
-    """The scheme that `Scheme.to_dict` wrote.
+    """Rebuild the scheme that `Scheme.to_dict` wrote.
 
     Args:
         data: `{"name": ..., **fields}`.
@@ -177,7 +178,7 @@ def _from_dict(data: Any) -> Scheme:
 
 
 def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme:
-    """One scheme from what `patch` was given: names, objects, and fields with exactly one name.
+    """Build one scheme from the arguments of `patch`: names, objects, and fields with exactly one name.
 
     Args:
         schemes: names, spelled-out strings, or schemes.
@@ -200,7 +201,9 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
 
 
 def _unnamed(fields: dict[str, Any]) -> InvalidField:
-    """What to write for fields without a scheme, one of which may be the name of a scheme: `yarn=4`."""
+    """The error for fields without a scheme, with the line to write; one of the fields may name a scheme, as in
+    `yarn=4`.
+    """
     for typed, value in fields.items():
         with suppress(UnknownScheme):
             cls = _REGISTRY[find_name(typed)]
@@ -209,12 +212,12 @@ def _unnamed(fields: dict[str, Any]) -> InvalidField:
 
 
 def _main_field(cls: type[Scheme]) -> str:
-    """The field that a scheme cannot do without, or its first one."""
+    """The first required field of a scheme, or else its first field."""
     return (*_required(cls), *inspect.signature(cls).parameters, "field")[0]
 
 
 def _beside(name: str, parts: list[tuple[str, dict[str, Any]]], fields: dict[str, Any]) -> InvalidField:
-    """What to write for fields beside a string that has fields of its own, or several schemes."""
+    """The error for fields beside a string that has fields of its own, or several schemes, with the line to write."""
     given = f"{_spelled(fields)} with " + (
         "several schemes" if len(parts) > 1 else f"{name!r}, but fields are allowed with one plain name only"
     )
@@ -230,7 +233,7 @@ def _beside(name: str, parts: list[tuple[str, dict[str, Any]]], fields: dict[str
 
 
 def _makes_layers(scheme: Any) -> bool:
-    """Whether `layers` is a field of what was typed."""
+    """Whether a typed scheme has a field `layers`."""
     if not isinstance(scheme, str):
         return False
     with suppress(UnknownScheme):
@@ -239,7 +242,7 @@ def _makes_layers(scheme: Any) -> bool:
 
 
 def _of_layers(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
-    """What to write for a scheme on some layers."""
+    """The error for `layers=` beside a scheme, with the line to write for a scheme on some layers."""
     layers, others = fields["layers"], {name: value for name, value in fields.items() if name != "layers"}
     is_list = isinstance(layers, (list, tuple, range))
     selector = ",".join(map(str, layers)) if is_list else "0-2" if layers is None else str(layers)
@@ -253,7 +256,7 @@ def _of_layers(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
 
 
 def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
-    """What to write for fields with several schemes, or with one that has its own."""
+    """The error for fields beside several schemes, or beside a scheme object, with the line to write."""
     spelled, first = _spelled(fields), schemes[0]
     if len(schemes) > 1 or type(first) not in _REGISTRY.values():
         inside = ",".join(f"{name}={value}" for name, value in fields.items())
@@ -265,11 +268,11 @@ def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
         declared = dataclasses.fields(first)
         own = {field.name: value for field in declared if (value := getattr(first, field.name)) != field.default}
         suggestion += f", or {type(first).__name__}({_spelled({**own, **fields})})"
-    return InvalidField(f"{spelled} with a scheme that has its fields: write {suggestion}")
+    return InvalidField(f"{spelled} beside a scheme that has its fields already: write {suggestion}")
 
 
 def _no_scheme(scheme: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidField:
-    """What to write instead of something that is neither a name nor a scheme."""
+    """The error for something that is neither a name nor a scheme, with the line to write instead."""
     if scheme is None:
         find_name("none")
     if scheme not in _REGISTRY.values():
@@ -286,7 +289,7 @@ def _spelled(fields: dict[str, Any]) -> str:
 
 
 def _aim(parts: list[tuple[str, dict[str, Any]]], target: Any) -> None:
-    """Give a target to those of several parsed schemes that take one."""
+    """Pass a target on to the parsed schemes that take one."""
     aimed = [fields for name, fields in parts if name not in FORMS and takes_target(scheme_class(name))]
     if not aimed:
         raise _means_nothing([name for name, _ in parts], target)
@@ -328,7 +331,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_outside_brackets(text: str, separator: str = ",") -> list[str]:
-    """A text cut at every separator that stands outside of all brackets.
+    """Split a text at every separator that stands outside of all brackets.
 
     Raises:
         InvalidField: brackets are nested deeper than any scheme needs.
@@ -345,7 +348,9 @@ def split_outside_brackets(text: str, separator: str = ",") -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """A Python literal, with the YAML spellings of true, false and null; a list may be one of words; else a word."""
+    """Parse a value: a Python literal, with the YAML spellings of true, false and null; a list, maybe of words; else a
+    word.
+    """
     spelled = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in spelled:
         return spelled[text.lower()]
@@ -358,7 +363,7 @@ def _value(text: str) -> Any:
 
 
 def _build(name: Any, fields: dict[str, Any]) -> Scheme:
-    """A scheme, or one of the `FORMS`, from its fields."""
+    """Build a scheme, or one of the `FORMS`, from its fields."""
     make: Any = FORMS[name] if isinstance(name, str) and name in FORMS else scheme_class(name)
     aims = isinstance(make, type) and takes_target(make)
     parameters = inspect.signature(make).parameters

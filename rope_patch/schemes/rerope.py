@@ -20,7 +20,7 @@ _POST = Source(
 
 @dataclass(frozen=True)
 class ReRoPE(Scheme):
-    """True positions within the window, one constant distance beyond: min(m - n, w).
+    """Keep true positions within the window, and use one constant distance beyond: min(m - n, w).
 
     Near words keep their order; all far words get the same distance, which the model knows.
 
@@ -47,7 +47,7 @@ class ReRoPE(Scheme):
 
 @dataclass(frozen=True)
 class LeakyReRoPE(Scheme):
-    """True positions within the window; beyond it distances grow k times slower: w + (m - n - w) / k.
+    """Keep true positions within the window; beyond it distances grow k times slower: w + (m - n - w) / k.
 
     Args:
         window: w in tokens, at least 1; with a `target`, L/2.

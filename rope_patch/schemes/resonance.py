@@ -12,7 +12,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, RotarySpec, Weights
 
 @dataclass(frozen=True)
 class Resonance(Scheme):
-    """Each pair completes a turn in a whole number of tokens.
+    """Round each wavelength, so that a pair completes a turn in a whole number of tokens.
 
     A pair with a fractional wavelength meets a new angle at every position, however long the text. With a whole
     wavelength of at most L tokens it repeats the same few angles, so a longer text brings none that is new. The paper

@@ -15,7 +15,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class RoPE(Scheme):
-    """Rotary position embedding: scores depend on m - n because R(m)^T R(n) = R(n - m).
+    """Rotate queries and keys (rotary position embedding): scores depend on m - n because R(m)^T R(n) = R(n - m).
 
     Past the training length this is direct extrapolation: the slow pairs meet angles they were never trained on. A bias
     replaces the checkpoint's rotation; list `RoPE()` as well to keep it.
@@ -39,7 +39,7 @@ class RoPE(Scheme):
 
 @dataclass(frozen=True)
 class NoPE(Scheme):
-    """No position at all: every frequency is zero, so every rotation is the identity.
+    """Use no position at all: every frequency is zero, so every rotation is the identity.
 
     The causal mask alone still gives a decoder some information about order, so this is a useful baseline.
     """
@@ -62,7 +62,7 @@ class NoPE(Scheme):
 
 @dataclass(frozen=True)
 class LearnedRoPE(Scheme):
-    """Layers train their frequencies, starting from those of the checkpoint or of the scheme listed with it.
+    """Train the frequencies, starting from those of the checkpoint or of the scheme listed with it.
 
     The parameter is the logarithm of each pair's speed-up, zero at first. The frequencies of a head span orders of
     magnitude. Equal steps, such as Adam's, change all of them in proportion; equal steps of the frequencies themselves

@@ -1,4 +1,4 @@
-"""What a field of a scheme may be. The rule is a part of its annotation: `window: Annotated[int, AtLeast(1)]`.
+"""Rules for the values of a scheme's fields. A rule is a part of the annotation: `window: Annotated[int, AtLeast(1)]`.
 
 It is read there by the check of every new scheme, by `describe` and `rope-patch list`, by the pages of the
 documentation, and by the tests. A field without a rule is not checked, unless it is a `bool` or a `Literal`.
@@ -24,10 +24,12 @@ _WORDS = {int: "an integer", float: "a number"}
 
 
 class Rule:
-    """What a value has to be, beside its type. `scheme` is the one that holds it, for bounds that are other fields."""
+    """A rule for a value, beside its type. `scheme` is the scheme that holds the value, for bounds that are other
+    fields.
+    """
 
     def allowed(self, noun: str, scheme: Any = None) -> str:
-        """The rule in words, such as `an integer of at least 1`; with the values of other fields of a `scheme`.
+        """Put the rule in words, such as `an integer of at least 1`; with the values of other fields of a `scheme`.
 
         Args:
             noun: an integer, or a number.
@@ -39,7 +41,7 @@ class Rule:
         raise NotImplementedError
 
     def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
-        """The error, behind the name of the scheme."""
+        """The error message for a value, without the name of the scheme, which goes in front."""
         return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}"
 
 
@@ -52,7 +54,7 @@ class Bound(Rule):
     _words: ClassVar[str]
 
     def of(self, scheme: Any) -> float | None:
-        """The limit beside the other fields of a scheme; None if the field that gives it is open."""
+        """The limit as a number, given the other fields of a scheme; None if the field that holds it is open."""
         return getattr(scheme, self.bound) if isinstance(self.bound, str) else self.bound
 
     def allowed(self, noun: str, scheme: Any = None) -> str:
@@ -65,19 +67,19 @@ class Bound(Rule):
 
 
 class AtLeast(Bound):
-    """A number from a bound on: `AtLeast(1)`, `AtLeast("beta_slow")`."""
+    """A number that is at least its bound: `AtLeast(1)`, `AtLeast("beta_slow")`."""
 
     _holds, _words = operator.ge, "{noun} of at least {limit}"
 
 
 class AtMost(Bound):
-    """A number up to a bound; beside a rule that gives the lower one."""
+    """A number that is at most its bound; it stands beside the rule for the lower bound."""
 
     _holds, _words = operator.le, "at most {limit}"
 
 
 class Above(Bound):
-    """A number beyond a bound: `Above(0)`."""
+    """A number greater than its bound: `Above(0)`."""
 
     _holds, _words = operator.gt, "{noun} above {limit}"
 
@@ -113,7 +115,7 @@ class EvenFrom(Rule):
 
 @dataclass(frozen=True)
 class TrueOrFalse(Rule):
-    """The rule of every `bool`; of `bool | None` where it is `optional`."""
+    """The rule of every `bool`, and of `bool | None` if `optional`."""
 
     optional: bool
 
@@ -126,7 +128,7 @@ class TrueOrFalse(Rule):
 
 @dataclass(frozen=True)
 class OneOf(Rule):
-    """One of some words: the rule of a `Literal`."""
+    """One of several words: the rule of a `Literal`."""
 
     choices: tuple[str, ...]
 
@@ -142,7 +144,7 @@ class OneOf(Rule):
 
 @dataclass(frozen=True)
 class SomeOf(Rule):
-    """A list of one or more of some words, each at most once."""
+    """A list of at least one of several words, each at most once."""
 
     choices: tuple[str, ...]
 
@@ -156,7 +158,7 @@ class SomeOf(Rule):
 
 @dataclass(frozen=True)
 class NumbersAboveZero(Rule):
-    """A list with one positive number for each of something, such as `pair` or `head`."""
+    """A list with one positive number for each `pair`, `head` or the like."""
 
     each: str
 
@@ -168,7 +170,7 @@ class NumbersAboveZero(Rule):
 
 
 class WholeNumbers(NumbersAboveZero):
-    """The same with integers."""
+    """A list with one positive integer for each `pair`, `head` or the like."""
 
     def allowed(self, noun: str, scheme: Any = None) -> str:
         return f"one integer of at least 1 per {self.each}"
@@ -179,7 +181,7 @@ class WholeNumbers(NumbersAboveZero):
 
 @dataclass(frozen=True)
 class Permutation(Rule):
-    """A list with the number of each of something once, from 0 on: an order of heads."""
+    """A permutation of the indices of all `head`s or the like, from 0 on."""
 
     each: str
 
@@ -192,7 +194,7 @@ class Permutation(Rule):
 
 @dataclass(frozen=True)
 class FieldRule:
-    """All that a field may be.
+    """The type of a field, and all rules that its value must obey.
 
     Attributes:
         name: of the field.
@@ -207,11 +209,11 @@ class FieldRule:
     rules: tuple[Rule, ...]
 
     def allowed(self) -> str:
-        """In words; other fields by their names."""
+        """Put the rules in words; bounds that are other fields appear by their names."""
         return ", ".join(rule.allowed(self._noun) for rule in self.rules)
 
     def broken(self, value: Any, scheme: Any) -> Rule | None:
-        """The first rule that a value breaks beside the other fields of a scheme; None if it is allowed."""
+        """The first rule that a value breaks, given the other fields of a scheme; None if it is allowed."""
         if value is None and self.optional:
             return None
         is_right = _is_of(value, self.kind) and is_computable(value)
@@ -239,7 +241,7 @@ class FieldRule:
 
 @functools.cache
 def rules_of(cls: type) -> dict[str, FieldRule]:
-    """The rules of a class of schemes by field; fields that bound others come first.
+    """The rules of a scheme class by field; fields that bound others come first.
 
     Raises:
         NameError: the annotation of a rule needs a name that its module does not have.

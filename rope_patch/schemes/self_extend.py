@@ -14,7 +14,7 @@ from rope_patch.schemes.tools.positions import Grouped
 
 @dataclass(frozen=True)
 class SelfExtend(Scheme):
-    """True positions within the window; beyond it G neighbours share one position.
+    """Keep true positions within the window; beyond it G neighbours share one position.
 
     Far words need no exact position: floor(m/G) + W - floor(W/G) against floor(n/G) continues where the window ends
     and grows G times slower. The released code drops the shift while the whole input is shorter than W; this function

@@ -17,7 +17,8 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class Sinusoidal(Scheme):
-    """Each pair of dimensions is a clock hand: PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(same angle).
+    """Turn each pair of dimensions like a clock hand: PE(pos, 2i) = sin(pos / base^(2i/d)), PE(pos, 2i+1) = cos(same
+    angle).
 
     Wavelengths range from 2 pi to 2 pi base tokens. PE(pos + k) is a rotation of PE(pos) that depends on k alone. Every
     position has a vector. In a model with a learned position table, sinusoidal rows replace the learned ones; freeze

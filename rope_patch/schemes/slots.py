@@ -43,7 +43,7 @@ class Checkpoint:
     native: Any = None
 
     def under(self, scheme: Any) -> Checkpoint:  # schemes are built on this module, so their type is not known here
-        """The checkpoint as `scheme` counts on it: with L as the length that it builds on.
+        """The checkpoint with the L that `scheme` builds on.
 
         A scheme that keeps the checkpoint's own frequencies counts from what they read today, so its L is
         `max_length`. Frequencies that stand in their place undo the checkpoint's own scaling, so their L is the
@@ -54,7 +54,7 @@ class Checkpoint:
         return dataclasses.replace(self, training_length=self.max_length) if keeps and not scheme.by_layer else self
 
     def _in_full(self, frequencies: Any) -> dict[str, Any]:
-        """The fields of a scheme of frequencies with this checkpoint's values for those that it leaves open."""
+        """The fields of a frequency scheme, with this checkpoint's values for the fields that it leaves open."""
         if frequencies is None:
             return {}
         fields = frequencies.resolve(self).to_dict()
@@ -80,12 +80,12 @@ class Target:
 
     @property
     def training_length(self) -> int:
-        """L in tokens: the checkpoint's, unless `original_max_position_embeddings` is given."""
+        """The training length L in tokens: the checkpoint's, unless `original_max_position_embeddings` is given."""
         return self.given.get("original_max_position_embeddings") or self.checkpoint.training_length
 
     @property
     def window(self) -> int:
-        """w in tokens: the given one, or L/2.
+        """The window w in tokens: the given one, or L/2.
 
         Raises:
             InvalidField: the given one is not below L, which leaves no trained distance beyond the window.
@@ -99,25 +99,25 @@ class Target:
         return window
 
     def factor(self, window: int = 0) -> float:
-        """k = max(1, (l - w) / (L - w)): the smallest factor that keeps distances beyond a window w < L in range."""
+        """The smallest factor k = max(1, (l - w) / (L - w)) that keeps distances beyond a window w < L in range."""
         return max(1.0, (self.tokens - window) / (self.training_length - window))
 
 
 @classmethod  # type: ignore[misc]
 def factor_for(cls: type, target: Target) -> dict[str, Any]:
-    """`Scheme.fields_for` of a scheme whose `factor` is the target over the training length."""
+    """Use as `Scheme.fields_for` of a scheme whose `factor` is the target over the training length."""
     return {"factor": target.factor()}
 
 
 @classmethod  # type: ignore[misc]
 def rows_for(cls: type, target: Target) -> dict[str, Any]:
-    """`Scheme.fields_for` of a scheme with a row for each of `num_positions`: the target, but at least L."""
+    """Use as `Scheme.fields_for` of a scheme with a row for each of `num_positions`: the target, but at least L."""
     return {"num_positions": max(target.tokens, target.training_length)}
 
 
 @classmethod  # type: ignore[misc]
 def nothing_for(cls: type, target: Target) -> dict[str, Any]:
-    """`Scheme.fields_for` of a scheme that reaches every length as it is."""
+    """Use as `Scheme.fields_for` of a scheme that reaches every length as it is."""
     return {}
 
 
@@ -138,7 +138,7 @@ class ModelShape:
 
     @property
     def pairs(self) -> int:
-        """d/2: the number of rotating pairs of dimensions in a head."""
+        """The number d/2 of rotating pairs of dimensions in a head."""
         return (self.rotary_dim or self.head_dim) // 2
 
 
@@ -167,7 +167,7 @@ class Pairs:
 
     @property
     def distance(self) -> torch.Tensor:
-        """m - n, `(batch or 1, q_len, kv_len)`."""
+        """The distances m - n, `(batch or 1, q_len, kv_len)`."""
         return self.m - self.n
 
 
@@ -215,13 +215,15 @@ class Region:
     keys_below: float = math.inf
 
     def contains(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-        """Boolean, the broadcast shape of `m` and `n`."""
+        """A boolean in the broadcast shape of `m` and `n`, true for pairs in this region."""
         unit, mode = self.chunk, "floor"
         distance = m - n if unit == 1 else m.div(unit, rounding_mode=mode) - n.div(unit, rounding_mode=mode)
         return (distance >= self.start) & (distance < self.stop) & (n < self.keys_below)
 
     def slots(self, slot: int, position: int) -> slice:
-        """The slots of its keys for the query at this `slot` and `position`, if distance is a difference of slots."""
+        """The slots of the keys that the query at this `slot` and `position` sees here, if distance is a difference of
+        slots.
+        """
         behind = slot - position  # slot of a key minus its position
         here = position // self.chunk
         newest = (here - int(max(0, self.start)) + 1) * self.chunk - 1
@@ -230,17 +232,17 @@ class Region:
         return slice(max(0, oldest + behind), max(0, int(stop) + behind))
 
     def within(self, window: float) -> Region:
-        """The pairs of this region that are closer than `window` tokens."""
+        """Restrict the region to pairs that are closer than `window` tokens."""
         return self if self.stop <= window else dataclasses.replace(self, stop=window)
 
     @property
     def pairs(self) -> int | None:
-        """d/2 if positions of queries or keys have a pair axis here; None if neither have."""
+        """The length d/2 of the pair axis, if positions of queries or keys have one here; None if neither have."""
         return pairs_of(self.query_map) or pairs_of(self.key_map)
 
     def rotated_positions(self, m: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """phi_q(m) and phi_k(n), in the shapes of `m` and `n`, any; both with an additional last axis of length d/2, or
-        1, if the region has `pairs`.
+        """The positions phi_q(m) and phi_k(n), in the shapes of `m` and `n`, any; both with an additional last axis of
+        length d/2, or 1, if the region has `pairs`.
         """
         query, key = self.query_map(m), self.key_map(n)
         if self.pairs is None:
@@ -252,8 +254,8 @@ class Region:
         return query, key
 
     def rotated_distance(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-        """phi_q(m) - phi_k(n), the broadcast shape of `m` and `n`; with d/2 as an additional last axis if the region
-        has `pairs`.
+        """The distance phi_q(m) - phi_k(n) in the broadcast shape of `m` and `n`, any; with d/2 as an additional last
+        axis if the region has `pairs`.
         """
         query, key = self.rotated_positions(m, n)
         return query - key
@@ -265,8 +267,9 @@ class Region:
 
 
 def near_and_far(window: float, later: PositionMap, earlier: PositionMap) -> tuple[Region, Region, Region]:
-    """True positions for pairs that are closer than `window` tokens. In all others the token that comes later is
-    rotated to the position `later`, and the other to `earlier`, so it is the same in both directions.
+    """Three regions: true positions for pairs closer than `window` tokens, and one region for each direction beyond.
+    There the token that comes later is rotated to the position `later`, and the other to `earlier`, so both directions
+    agree.
     """
     return (
         Region(Identity(), Identity(), start=1 - window, stop=window),

@@ -16,7 +16,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class SSMax(Scheme):
-    """Each head of each layer learns how fast its attention sharpens as the context grows.
+    """Let each head of each layer learn how fast its attention sharpens as the context grows.
 
     With n = m + 1 visible keys, the softmax of s ln(n) z weights a key by n^(s z). So the largest weight need not
     vanish as keys are added, as it does under a plain softmax. Each packed document is counted from its own first

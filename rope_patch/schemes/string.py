@@ -17,7 +17,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class STRING(Scheme):
-    """True distances below S; from S on, distances restart at W.
+    """Keep true distances below S; from S on, restart distances at W.
 
     A text of L tokens has L - 1 pairs at distance 1 and one at distance L - 1, so a model learns long distances least,
     even those within its training length. Here the farthest S - W of them are never used. It works within the trained

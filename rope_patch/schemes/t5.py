@@ -18,7 +18,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class T5Bias(Scheme):
-    """A learned number per head for each bucket of n - m, added to the scores.
+    """Add a learned number per head, for each bucket of n - m, to the scores.
 
     Near distances have a bucket each, farther ones share logarithmic buckets, and all beyond `max_distance` share the
     last one. So T5 meets no unknown distance in texts longer than its training length.

@@ -69,7 +69,7 @@ def takes_target(kind: type[Scheme]) -> bool:
 
 
 def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
-    """The fields of a scheme that a target fills, with placeholder values, for a check of the other fields.
+    """The fields of a scheme that a target fills, with placeholder values, so that the other fields can be checked.
 
     Raises:
         InvalidField: the target is not a length.
@@ -86,7 +86,7 @@ def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
 
 
 def _tokens(target: int | str, trained: int) -> int:
-    """A target in tokens; one such as `4x` counts in the `trained` length."""
+    """Convert a target to tokens; a multiple such as `4x` counts in the `trained` length."""
     return target if isinstance(target, int) else max(1, round(float(target.removesuffix("x")) * trained))
 
 
@@ -101,7 +101,7 @@ def _whatever_length(kind: type[Scheme], given: Mapping[str, Any], checkpoint: C
 
 
 def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
-    """The error with values for the missing fields on a checkpoint, if there is a rule for them."""
+    """Extend the error with values for the missing fields on a checkpoint, if there is a rule for them."""
     kind, given = error.scheme, error.given
     if not (isinstance(kind, type) and takes_target(kind)):
         return error
@@ -121,7 +121,7 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
 
 
 def resolved(scheme: Scheme, checkpoint: Checkpoint) -> Scheme:
-    """The scheme with its defaults filled in, counted from the length that it builds on, see `Checkpoint.under`.
+    """Fill in a scheme's defaults, counted from the length that it builds on, see `Checkpoint.under`.
 
     Raises:
         InvalidField: a field does not fit this checkpoint.
@@ -130,7 +130,7 @@ def resolved(scheme: Scheme, checkpoint: Checkpoint) -> Scheme:
 
 
 def reached(scheme: Scheme, checkpoints: Iterable[Checkpoint]) -> Scheme:
-    """The scheme with the target's fields filled in, the same for all parts of a model.
+    """Fill in the fields that follow from the target, equal for all parts of a model.
 
     Raises:
         InvalidField: parts trained at different lengths need different fields, or see `Scheme.fields_for`.

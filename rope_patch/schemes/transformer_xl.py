@@ -16,7 +16,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 
 @dataclass(frozen=True)
 class TransformerXL(Scheme):
-    """Absolute sinusoids, multiplied out, with the key's position replaced by its distance.
+    """Multiply out absolute sinusoids, and replace the key's position by its distance.
 
     The product of two tokens with positions has four terms: content with content (the usual score), content with
     distance, and one of each in which learned vectors u and v replace the query. The sinusoid of a distance needs no

@@ -15,7 +15,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class XPos(Scheme):
-    """Every pair's share of the score shrinks by zeta_i per `scale_base` tokens of distance, fast pairs most.
+    """Shrink every pair's share of the score by zeta_i per `scale_base` tokens of distance, fast pairs most.
 
     Queries are scaled by zeta_i^(m / scale_base) and keys by zeta_i^(-n / scale_base). Both overflow or underflow in a
     long text, so both exponents count from the end of each block of queries, which changes no product. For the same

@@ -27,9 +27,9 @@ _Number = TypeVar("_Number", float, "torch.Tensor")
 
 @dataclass(frozen=True)
 class YaRN(Scheme):
-    """NTK-by-parts with a temperature. Pairs that turn often within L keep their frequency, pairs that never complete a
-    turn are interpolated, and a ramp joins the two. All scores grow with the log of k, because a longer context
-    spreads the softmax thinner.
+    """Scale frequencies by parts (NTK-by-parts), with a temperature. Pairs that turn often within L keep their
+    frequency, pairs that never complete a turn are interpolated, and a ramp joins the two. All scores grow with the log
+    of k, because a longer context spreads the softmax thinner.
 
     Args:
         factor: k, at least 1; with a `target` of l tokens, l / L, the paper's s.
@@ -68,7 +68,9 @@ class YaRN(Scheme):
         return Frequencies(self._blend(rotary, self.factor), self._attention_scaling(math.log(self.factor)))
 
     def _blend(self, rotary: RotarySpec, factor: float | torch.Tensor) -> torch.Tensor:
-        """theta_i/k r_i + theta_i (1 - r_i), `(d/2,)`, or `(batch, d/2)` for factors `(batch, 1)`."""
+        """The blended frequencies theta_i/k r_i + theta_i (1 - r_i), `(d/2,)`, or `(batch, d/2)` for factors `(batch,
+        1)`.
+        """
         period = periods(rotary.dim, rotary.base)
         keep = 1 - self._ramp(rotary)
         if isinstance(factor, torch.Tensor):
@@ -77,7 +79,7 @@ class YaRN(Scheme):
         return interpolated * (1 - keep) + extrapolated * keep
 
     def _ramp(self, rotary: RotarySpec) -> torch.Tensor:
-        """0 for pairs that are kept, 1 for pairs that are interpolated, `(d/2,)`."""
+        """The ramp r, `(d/2,)`: 0 for pairs that are kept, 1 for pairs that are interpolated."""
         trained = self._trained(rotary)
         if self.ramp == "rotations":
             rotations = trained / (2 * math.pi * periods(rotary.dim, rotary.base))
@@ -117,7 +119,7 @@ class YaRN(Scheme):
 
 @dataclass(frozen=True)
 class NTKByParts(Scheme):
-    """YaRN's blend of frequencies without its temperature; the name is the paper's.
+    """Blend frequencies as YaRN does, without its temperature; the name is the paper's.
 
     `part_ntk` in the authors' repository is a different blend of three kinds of frequencies: it keeps pairs with more
     than 16 rotations within L, interpolates those with fewer than 0.75, and blends the others with the raised base of
@@ -154,8 +156,8 @@ class NTKByParts(Scheme):
 
 @dataclass(frozen=True)
 class DynamicYaRN(YaRN):
-    """YaRN with a k that follows the current length l of each row: max(1, l/L), or `factor` if that is larger. Any
-    `target` is reached without changes.
+    """Apply YaRN with a k that follows the current length l of each row: max(1, l/L), or `factor` if that is larger.
+    Any `target` is reached without changes.
 
     Args:
         factor: minimum of k, at least 1, 1 by default.

@@ -1,4 +1,4 @@
-"""Answers as an OpenAI client reads them: whole, or as a stream of server-sent events."""
+"""Answers as an OpenAI client expects them: whole, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FAILED: dict[str, Any] = {
     "param": None,
     "code": None,
 }
-"""An error of the server as OpenAI has it."""
+"""A server error in OpenAI's form."""
 
 
 @dataclass
 class Answer:
-    """One of the answers to a request: its number, the ids of its prompt, and its pieces as they come."""
+    """An answer to a request: its number, the ids of its prompt, and its pieces as they come."""
 
     index: int
     prompt: Sequence[int]
@@ -35,7 +35,7 @@ class Answer:
 
 
 async def collect(answer: Answer) -> Piece:
-    """The whole answer as one piece."""
+    """Collect the whole answer into one piece."""
     text: list[str] = []
     tokens: list[Token] = []
     reason = None
@@ -48,7 +48,7 @@ async def collect(answer: Answer) -> Piece:
 
 
 class Format:
-    """The objects of one endpoint.
+    """The JSON objects of one endpoint.
 
     Attributes:
         whole, chunk: `object` of an answer and of a part of a stream.
@@ -63,21 +63,22 @@ class Format:
         self.head = {"id": f"answer-{uuid.uuid4()}", "created": int(time.time()), "model": model}
 
     def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:
-        """One choice: an answer, or the next part of one that begins at a character `offset` of its text."""
+        """Build one choice: an answer, or the next part of one, which begins at a character `offset` of its text."""
         raise NotImplementedError
 
     async def all_of(self, answers: Sequence[Answer]) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Wait for all answers, and build the body of a response that is not streamed."""
         tasks = [asyncio.ensure_future(collect(answer)) for answer in answers]
         try:
             pieces = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return await asyncio.to_thread(self.body, answers, pieces)  # it grows with the answers
+        # in a thread, because its work grows with the answers
+        return await asyncio.to_thread(self.body, answers, pieces)
 
     def body(self, answers: Sequence[Answer], pieces: Sequence[Piece]) -> bytes:
-        """The whole answers in JSON."""
+        """Write the whole answers as JSON."""
         choices = [
             self.choice(answer.index, piece, streamed=False, offset=0)
             for answer, piece in zip(answers, pieces, strict=True)
@@ -86,7 +87,9 @@ class Format:
         return json_of({**self.head, "object": self.whole, "choices": choices, "usage": usage})
 
     async def stream(self, answers: Sequence[Answer], usage: bool) -> AsyncIterator[str]:
-        """Server-sent events; with `usage`, the last but one has it. A failure is the last event."""
+        """Stream the answers as server-sent events; with `usage`, the last event but one has it. A failure is the last
+        event.
+        """
         parts: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
         async def follow(answer: Answer) -> None:
@@ -124,11 +127,11 @@ class Format:
                 task.cancel()
 
     def openings(self, answers: int) -> Sequence[dict[str, Any]]:
-        """Choices that come before the first tokens of a stream."""
+        """The choices that come before the first tokens of a stream."""
         return ()
 
     def event(self, **fields: Any) -> str:
-        """The next event of a stream."""
+        """Write the next event of a stream."""
         return event_of({**self.head, "object": self.chunk, **fields})
 
     def word(self, token: int) -> str:
@@ -139,7 +142,7 @@ class Format:
 
 
 class Completions(Format):
-    """Of /v1/completions."""
+    """The objects of /v1/completions."""
 
     whole = chunk = "text_completion"
 
@@ -156,13 +159,13 @@ class Completions(Format):
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def alternatives(self, token: Token) -> dict[str, float]:
-        """Log-probabilities by text: of the likeliest tokens, and of the token itself."""
+        """Log-probabilities of the likeliest tokens and of the token itself, by their text."""
         ids = dict(token.alternatives) | {token.id: token.logprob}
         return {self.word(one): logprob for one, logprob in ids.items() if logprob is not None}
 
 
 class Chats(Format):
-    """Of /v1/chat/completions."""
+    """The objects of /v1/chat/completions."""
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
 
@@ -193,16 +196,18 @@ class Chats(Format):
 
 
 def usage_of(answers: Sequence[Answer], tokens: int) -> dict[str, int]:
-    """Tokens read and written; a prompt with n answers counts once."""
+    """Count the tokens read and written; a prompt with n answers counts once."""
     prompt = sum({id(answer.prompt): len(answer.prompt) for answer in answers}.values())
     return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
 def json_of(body: Any) -> bytes:
-    """An object in JSON. All of it is ASCII, so that no text of a tokenizer or of a template can fail to be sent."""
+    """Write an object as JSON. All of it is ASCII, so that no text of a tokenizer or of a template can fail to be
+    sent.
+    """
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
 def event_of(body: dict[str, Any]) -> str:
-    """A server-sent event."""
+    """Write an object as a server-sent event."""
     return f"data: {json_of(body).decode()}\n\n"

@@ -27,21 +27,21 @@ from rope_patch.serving.text import Text
 from rope_patch.serving.turns import Turns
 
 PAGE = 256
-"""Tokens in a page. The cache is given out in pages."""
+"""Tokens in a page, the unit in which the cache is allocated."""
 
 WATCH = 0.5
-"""Seconds after which a batch that ended without a word is noticed."""
+"""Seconds after which a batch that ended silently is noticed."""
 
 ENDING = 60
 """Seconds that the last step of a batch may take."""
 
 
 class Interrupted(Exception):
-    """A step failed that several answers may have shared, and the batch has started again."""
+    """Raised to the answers in a batch when a step fails that they may have shared; the batch has started again."""
 
 
 class BatchEnded(RuntimeError):
-    """The batch answers nobody: it did not start again after a failure."""
+    """Raised when the batch answers nobody, because it did not start again after a failure."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Batch:
         self.error: BaseException | None = None
         self.manager: Any = None
         self._turns = Turns(settings["num_blocks"])
-        self._least = math.ceil(settings["num_blocks"] / settings["max_batch_tokens"])  # a step has a token for each
+        # so that a step has a token for each answer
+        self._least = math.ceil(settings["num_blocks"] / settings["max_batch_tokens"])
         eos = model.generation_config.eos_token_id
         self._eos = {eos} if isinstance(eos, int) else set(eos or ())
         self._watch: asyncio.Task[None] | None = None
@@ -85,14 +86,14 @@ class Batch:
         self._alone = asyncio.Lock()
 
     async def start(self) -> None:
-        """Starts the batch, and watches over it from now on."""
+        """Start the batch, and watch over it from now on."""
         await self._restart()
         if self.error is not None:
             raise self.error
         self._watch = asyncio.ensure_future(self._keep_running())
 
     async def stop(self) -> None:
-        """Ends the batch."""
+        """End the batch."""
         if self._watch is not None:
             self._watch.cancel()
         if self.manager is not None:
@@ -101,7 +102,7 @@ class Batch:
     async def answer(
         self, request: Hashable, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
     ) -> AsyncIterator[Piece]:
-        """The pieces of one answer, as they come; the answer leaves the batch when the iterator is closed.
+        """Yield the pieces of one answer as they come; the answer leaves the batch when the iterator is closed.
 
         Args:
             request: the request that asks for it, perhaps among other answers; requests take turns.
@@ -130,7 +131,7 @@ class Batch:
     async def tokens(
         self, request: Hashable, prompt: Sequence[int], new_tokens: int, sampling: Sampling
     ) -> AsyncIterator[tuple[list[Token], bool]]:
-        """The tokens of one answer as they come, and whether they are the last; see `answer`."""
+        """Yield the tokens of one answer as they come, with whether they are the last; see `answer`."""
         name, said, last = f"answer-{uuid.uuid4()}", list[Token](), False
         pages = max(self._least, math.ceil((len(prompt) + new_tokens) / PAGE))
         try:
@@ -160,7 +161,7 @@ class Batch:
     async def _joined(
         self, name: str, ids: list[int], new_tokens: int, sampling: Sampling, said: int
     ) -> AsyncIterator[list[Token]]:
-        """New tokens of one answer while it is in the batch.
+        """Yield new tokens of one answer while it is in the batch.
 
         Raises:
             Interrupted: the batch failed.
@@ -201,13 +202,13 @@ class Batch:
                 manager.output_router.result_handlers.pop(name, None)
 
     def _acquit(self, name: str) -> None:
-        """Takes an answer off the suspects."""
+        """Remove an answer from the suspects."""
         self._suspects.discard(name)
         if self._running.is_set() and not self._suspects:
             self._calm.set()
 
     async def _keep_running(self) -> None:
-        """Starts the batch again whenever it has failed."""
+        """Start the batch again whenever it has failed."""
         while True:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), WATCH)
@@ -215,7 +216,7 @@ class Batch:
                 await self._restart()
 
     async def _restart(self) -> None:
-        """Starts the batch, after the end of an earlier one, and tries it with one token."""
+        """Start the batch, after the end of an earlier one, and try it with one token."""
         self._running.clear()
         self._calm.clear()
         interrupted, self._inside = self._inside, {}
@@ -235,7 +236,7 @@ class Batch:
             outputs.put_nowait(Interrupted())
 
     def _replace(self) -> None:
-        """Ends the batch of Transformers, and starts another."""
+        """End the batch of Transformers, and start another."""
         if self.manager is not None:
             self.manager.stop(block=True, timeout=ENDING, hard_stop=True)
             if self.manager.is_running():
@@ -254,7 +255,7 @@ class Batch:
         self.manager.start()
 
     async def _try(self) -> None:
-        """Asks the batch for one token.
+        """Ask the batch for one token.
 
         Raises:
             Exception: the model fails on any prompt.

@@ -55,7 +55,7 @@ class Demo:
         self.chat = self.tokenizer.chat_template is not None
 
     def application(self) -> Any:
-        """The page and both servers as an ASGI application."""
+        """Build the page and both servers as an ASGI application."""
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -74,11 +74,11 @@ class Demo:
         return Starlette(routes=routes, lifespan=lifespan)
 
     async def page(self, _: Request) -> Any:
-        """The page itself."""
+        """Send the page."""
         return FileResponse(PAGE, headers={"cache-control": "no-cache"})
 
     async def about(self, _: Request) -> Any:
-        """What the page says of the model; lengths are in tokens."""
+        """Send what the page says of the model; lengths are in tokens."""
         return json_response(
             {
                 "model": self.patched.names[0],
@@ -93,11 +93,11 @@ class Demo:
         )
 
     async def reply(self, _: Request, found: dict[str, Any]) -> Any:
-        """What a thread of the server found, as JSON."""
+        """Send what a thread of the server found, as JSON."""
         return json_response(found)
 
     def ids(self, document: str, question: str) -> list[int]:
-        """The ids of a prompt: one message of a chat, or, without a chat template, a text to continue."""
+        """Write a prompt as ids: one message of a chat, or, without a chat template, a text to continue."""
         text = "\n\n".join(filter(None, (document, question)))
         if self.chat:
             return self.patched.in_template([{"role": "user", "content": text}])
@@ -119,7 +119,7 @@ class Demo:
         return {"prompt": prompt, "truncated": truncated, "note": None if truncated else note}
 
     def truncated(self, document: str, question: str, room: int) -> list[int] | None:
-        """The ids of the question behind as many last tokens of the document as fit into `room`; None without any."""
+        """Put the question behind as many last tokens of the document as fit into `room`; None without any."""
         tokens = self.tokenizer(document, add_special_tokens=False).input_ids
         kept = min(len(tokens), room - len(self.ids("", question)) if question else room)
         while kept > 0:
@@ -130,7 +130,7 @@ class Demo:
         return None
 
     def example(self, _: bytes) -> dict[str, Any]:
-        """A document of two training lengths, with its answer at the far end, and a question."""
+        """Make a document of two training lengths, with its answer at the far end, and a question."""
         if self.chat:
             opening, question = f"{TASK} {KEY.format(key=71432)} ", "What is the pass key?"
             filler = f"{' '.join(FILLER)} "

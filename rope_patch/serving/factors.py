@@ -1,4 +1,5 @@
-"""A factor for each request: a long one is served under a large factor, and a short one pays nothing for it.
+"""The choice of a factor for each request: a long one is served under a large factor, and a short one pays nothing for
+it.
 
 Under `yarn:target=auto` and a list of factors, a request runs under the smallest factor that covers its prompt and its
 longest answer, from its first token to its last. Each factor has a model of its own, which shares the weights, and a
@@ -21,12 +22,12 @@ from rope_patch.schemes import Scheme
 from rope_patch.schemes.slots import Checkpoint
 
 OPEN = "target=auto"
-"""What a scheme has to leave open, so that a request's factor fills it."""
+"""The field that a scheme must leave open, so that a request's factor fills it."""
 
 
 @dataclass(frozen=True)
 class Reaches:
-    """How many tokens of prompt and answer each factor covers.
+    """The number of tokens of prompt and answer that each factor covers.
 
     Attributes:
         limit: the longest request in tokens.
@@ -67,7 +68,7 @@ class Reaches:
 
 
 def schemes_by_factor(spec: str, factors: Sequence[int], checkpoints: Sequence[Checkpoint]) -> dict[int, Scheme]:
-    """The scheme of each factor, in ascending order: that which reaches factor times L.
+    """The scheme of each factor, in ascending order; it reaches the factor times L.
 
     Args:
         checkpoints: of the parts of a model.
@@ -92,15 +93,15 @@ def schemes_by_factor(spec: str, factors: Sequence[int], checkpoints: Sequence[C
 
 
 def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any]:
-    """A model under the scheme of each factor. They share the weights of `model`, which stays as it is; their own are
-    the buffers, and what a patch adds.
+    """A model under the scheme of each factor. The models share the weights of `model`, which stays as it is; each has
+    its own buffers, and the additions of its patch.
 
     Raises:
         AlreadyPatched: the model has a scheme.
         RopePatchError: see `patch`.
     """
     if (handle := find_handle(model)) is not None:
-        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, which leaves nothing to factors")
+        raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, so no factor can choose its scheme")
     models = {}
     for factor, scheme in schemes.items():
         models[factor] = sharing_weights(model)
@@ -110,13 +111,13 @@ def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any
 
 
 def sharing_weights(model: Any) -> Any:
-    """A copy of a model that shares its weights, and has buffers and patches of its own."""
+    """Copy a model so that the copy shares its weights, and has buffers and patches of its own."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 @contextmanager
 def ignoring_idle(factor: int) -> Iterator[None]:
-    """Without warnings under a factor of 1, where most schemes change nothing, as they should."""
+    """Suppress warnings under a factor of 1, where most schemes change nothing, as they should."""
     with warnings.catch_warnings():
         if factor == 1:
             warnings.simplefilter("ignore", RopePatchWarning)

@@ -29,7 +29,7 @@ Flash = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def applies(state: LayerState) -> bool:
-    """Whether a layer has only a near region and a far one with all keys at position 0."""
+    """Whether a layer has exactly two regions, a near one and a far one with all keys at position 0."""
     if len(state.regions) != 2:
         return False
     near, far = state.regions
@@ -46,7 +46,7 @@ def applies(state: LayerState) -> bool:
 
 @dataclass(frozen=True)
 class Batch:
-    """Values shared by the layers of one forward.
+    """A batch of one forward, as index tensors that its layers share.
 
     Attributes:
         position_ids: of the queries, `(1, tokens)`.
@@ -66,7 +66,7 @@ class Batch:
 
     @classmethod
     def of(cls, metadata: Any, window: int, block_size: int) -> Batch:
-        """Read from the attention metadata of vLLM."""
+        """Derive the batch from the attention metadata of vLLM."""
         ends, starts = metadata.seq_lens.long(), metadata.query_start_loc.long()
         queries = starts.diff()
         kept = torch.minimum(ends, queries + window - 1)
@@ -84,7 +84,7 @@ class Batch:
 
 
 def _counted(first: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row index and position of `counts` tokens per row, starting at `first`, one row after another."""
+    """Row index and position of each token, for `counts` tokens per row, starting at `first`, one row after another."""
     row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     before = (counts.cumsum(0) - counts)[row]
     return row, torch.arange(len(row), device=row.device) - before + first[row]
@@ -152,7 +152,7 @@ def attend(
 
 
 def _merged(outputs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The outputs `(tokens, heads, head_dim)`, weighted by their log-sum-exps `(heads, tokens)`."""
+    """Merge outputs `(tokens, heads, head_dim)` by their log-sum-exps `(heads, tokens)`."""
     lse = torch.stack(lses)
     lse = torch.where(lse == math.inf, -math.inf, lse)  # in flash attention 2, inf marks a query without keys
     weights = lse.softmax(dim=0).transpose(1, 2)[..., None]

@@ -1,4 +1,4 @@
-"""Responses, and chats with tools: by the handlers of Transformers, in the batches of `rope-patch serve`.
+"""Responses, and chats with tools: handlers of Transformers write them, and the batches of `rope-patch serve` answer.
 
 A handler reads a body and writes an answer, both in time that grows with them. So it runs in a thread of the server,
 and the batch gives the tokens in between.
@@ -29,7 +29,7 @@ HANDLERS = {"chat": ChatCompletionHandler, "response": ResponseHandler}
 
 Tokens = AsyncIterator[tuple[list[Token], bool]]
 Admit = Callable[[list[int], int | None], tuple[Tokens, int]]
-"""Gives the tokens of an answer, and how many there can be, for a prompt of ids and the number that was asked for."""
+"""A function from the ids of a prompt and the number of tokens asked for to the tokens of an answer and their limit."""
 
 
 class Exchange:
@@ -48,15 +48,15 @@ class Exchange:
         state.manager = self.generation
         self.handler = HANDLERS[kind](OneModel(name, model, tokenizer), state)
         self.body = {"stream": False, **body, "model": name}
-        self.stream: Any = None  # of the handler, if the request asks for one
+        self.stream: Any = None  # the handler's stream, if the request asks for one
 
     def begin(self) -> None:
-        """Reads the request; call it in a thread."""
+        """Read the request; call it in a thread."""
         with suppress(PromptKnown):
             self.stream = self._run()
 
     def end(self, ids: list[int]) -> Any:
-        """The response to a request that is not streamed, from the ids of the answer; call it in a thread."""
+        """Build the response to a request that is not streamed, from the ids of the answer; call it in a thread."""
         self.generation.answer = ids
         return self._run()
 
@@ -65,7 +65,7 @@ class Exchange:
         return asyncio.run(self.handler.handle_request({**self.body}, self.generation.name))
 
     async def ids(self) -> list[int]:
-        """The ids of the whole answer."""
+        """Collect the ids of the whole answer."""
         found: list[int] = []
         async with aclosing(self.generation.tokens) as parts:
             async for tokens, _ in parts:
@@ -73,7 +73,7 @@ class Exchange:
         return found
 
     async def events(self) -> AsyncIterator[Any]:
-        """The events of a stream that the handler writes."""
+        """Yield the events of a stream that the handler writes."""
         feeding = asyncio.ensure_future(self.generation.feed())
         try:
             async for event in self.stream.body_iterator:
@@ -86,11 +86,11 @@ class Exchange:
 
 
 class PromptKnown(Exception):
-    """A handler has read its request, and waits for the answer."""
+    """Raised when a handler has read its request, and waits for the answer."""
 
 
 class Generation(CBGenerateManager):
-    """Generates one answer for a handler, which takes it for a batch of Transformers."""
+    """The generation of one answer, which a handler takes for a batch of Transformers."""
 
     background_thread_status = SimpleNamespace(fatal_error=None)
 
@@ -108,14 +108,14 @@ class Generation(CBGenerateManager):
         """No-op: the batches run already."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any) -> Any:
-        """Like Transformers, after the prompt was admitted."""
+        """Generate as Transformers does, after the prompt was admitted."""
         self._meet(inputs, config)
         return super().generate_streaming(model, processor, inputs, config, *a, **k)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
     ) -> tuple[str, int, list[int]]:
-        """Text of the answer, length of the prompt, ids of the answer.
+        """Return the text of the answer, the length of the prompt, and the ids of the answer.
 
         Raises:
             PromptKnown: there is no answer yet.
@@ -128,24 +128,24 @@ class Generation(CBGenerateManager):
         return text, len(inputs["input_ids"]), self.answer
 
     def _meet(self, inputs: Any, config: Any) -> None:
-        """Has the prompt admitted."""
+        """Let the server admit the prompt, and keep the tokens of its answer."""
         asked = None if config.max_new_tokens == UNSAID else config.max_new_tokens
         self.tokens, self.new_tokens = self._admit(inputs["input_ids"], asked)
         config.max_new_tokens = self.new_tokens
 
     def add_request(self, *_: Any, request_id: str, **__: Any) -> str:
-        """No-op, as `feed` begins the answer; returns the name of the request."""
+        """No-op, because `feed` begins the answer; returns the name of the request."""
         return request_id
 
     def register_result_handler(self, _: str, callback: Callable[[Any], None]) -> None:
-        """Keeps the handler's callback, which `feed` calls."""
+        """Keep the handler's callback, which `feed` calls."""
         self._pass_on = callback
 
     def cancel_request(self, _: str) -> None:
-        """No-op, as `Exchange.events` ends the answer."""
+        """No-op, because `Exchange.events` ends the answer."""
 
     async def feed(self) -> None:
-        """Passes the tokens of the answer on to the handler."""
+        """Pass the tokens of the answer on to the handler."""
         ids: list[int] = []
         try:
             async with aclosing(self.tokens) as parts:
@@ -159,17 +159,17 @@ class Generation(CBGenerateManager):
 
 
 class State(GenerationState):
-    """The state of a handler with one generation."""
+    """The state of a handler that has one generation."""
 
     manager: Generation
 
     def get_manager(self, model_id: str, use_cb: bool = True) -> Generation:
-        """The generation."""
+        """Return the generation, in the place of a batch manager."""
         return self.manager
 
 
 class OneModel(ModelManager):
-    """The model that is loaded already."""
+    """A model manager whose only model is loaded already."""
 
     def __init__(self, name: str, *loaded: Any) -> None:
         self._loaded = loaded

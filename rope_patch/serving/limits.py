@@ -1,4 +1,4 @@
-"""How much one request may ask for: what the server reads, holds and computes for a client is bounded.
+"""Limits of one request: what the server reads, holds and computes for a client is bounded.
 
 All of it is checked before a prompt is tokenised. A refusal names the field, its size and the limit.
 """
@@ -17,7 +17,7 @@ BYTES_PER_TOKEN = 16
 """Bytes of a body, or characters of a prompt, for each token that a request can have: four times what texts need."""
 
 BODY_SLACK = 2**16
-"""Bytes of a body beside its prompts."""
+"""Bytes of a body besides its prompts."""
 
 CONTAINERS = 2**16
 """Lists, objects and their members, in a body. Python takes seconds for millions of them."""
@@ -36,7 +36,7 @@ FIELDS = 64
 
 
 class Refusal(Exception):
-    """A request that gets no answer: the status, and the reason."""
+    """The refusal of a request, with its HTTP status and the reason."""
 
     def __init__(self, reason: str, status: int = 400) -> None:
         super().__init__(reason)
@@ -50,17 +50,17 @@ _short.maxstring = _short.maxlong = _short.maxother = 80
 
 
 def shown(value: Any) -> str:
-    """A value of a request for an error message, cut where it is long."""
+    """Show a value of a request in an error message, cut if it is long."""
     return f"{_short.repr(value):.80}"
 
 
 def largest_body(tokens: int, prompts: int = 1) -> int:
-    """The most bytes of a body whose prompts have up to this many tokens each."""
+    """The largest body in bytes whose prompts have up to this many tokens each."""
     return min(LARGEST_BODY, BODY_SLACK + BYTES_PER_TOKEN * tokens * prompts)
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
+    """Read the JSON object of a request.
 
     Raises:
         Refusal: it is none, or has too many values, too deep a nesting, or half of a surrogate pair.
@@ -85,7 +85,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def check_prompts(prompts: Sequence[str | list[int]], n: int, tokens: int) -> None:
-    """Checks how many answers a request wants, and how long its prompts are.
+    """Check how many answers a request wants, and how long its prompts are.
 
     Args:
         n: answers to each prompt.
@@ -104,7 +104,7 @@ def check_prompts(prompts: Sequence[str | list[int]], n: int, tokens: int) -> No
 
 
 def check_answers(new_tokens: Sequence[int], alternatives: int | None) -> None:
-    """Checks how much the answers to a request can hold.
+    """Check how much the answers to a request can hold.
 
     Args:
         new_tokens: the most tokens of each answer.
@@ -122,7 +122,7 @@ def check_answers(new_tokens: Sequence[int], alternatives: int | None) -> None:
 
 
 def check_ids(prompt: Sequence[int], known: int, name: str, tokenizer: Any) -> None:
-    """Checks that the model has an embedding for each id of a prompt.
+    """Check that the model has an embedding for each id of a prompt.
 
     Args:
         known: how many it has. Tokens that were added to the tokenizer alone are beyond them.

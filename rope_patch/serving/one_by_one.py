@@ -1,4 +1,4 @@
-"""Requests in turn, each with a cache of its own: for models whose layers hold more than keys and values.
+"""Requests in turn, each with a cache of its own, for models whose layers keep more than keys and values.
 
 The continuous batching of Transformers pages the keys of full and of sliding attention, and refuses all other layers. A
 hybrid model (Qwen3-Next, Qwen3.5) also has layers with a state. Here each request keeps the cache that `generate`
@@ -24,7 +24,7 @@ _PAGED = {"full_attention", "sliding_attention"}
 
 
 def needs_turns(config: Any) -> bool:
-    """Whether layers of a text model hold what the continuous batching of Transformers cannot page."""
+    """Whether a text model has layers that the continuous batching of Transformers cannot page."""
     return not _PAGED.issuperset(getattr(config, "layer_types", None) or ())
 
 
@@ -40,7 +40,7 @@ class Waiting:
 
 
 class OneByOne:
-    """What `Batch` uses of Transformers' `ContinuousBatchingManager`, under its names.
+    """A stand-in for Transformers' `ContinuousBatchingManager`, with the methods that `Batch` uses, under their names.
 
     Args:
         eos: ids that end an answer.
@@ -57,7 +57,7 @@ class OneByOne:
         self._thread = threading.Thread(target=self._run, name="rope-patch-turns", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread of the model."""
+        """Start the thread of the model."""
         self._thread.start()
 
     def is_running(self) -> bool:
@@ -65,7 +65,7 @@ class OneByOne:
         return self._thread.is_alive()
 
     def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
-        """Ends the thread after the step that it is at."""
+        """End the thread after its current step."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -73,14 +73,14 @@ class OneByOne:
             self._thread.join(timeout)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Calls back with each output of a request, in the event loop that runs now."""
+        """Register a callback for each output of a request; it runs in the current event loop."""
         with self.output_router._lock:
             self.output_router.result_handlers[request_id] = (callback, asyncio.get_running_loop())
 
     def add_request(
         self, input_ids: list[int], request_id: str, max_new_tokens: int, streaming: bool = False, **settings: Any
     ) -> str | None:
-        """Lets a request join, with `settings` for the sampler; None if the thread has ended."""
+        """Add a request, with `settings` for the sampler; returns None if the thread has ended."""
         state = RequestState(
             request_id=request_id,
             initial_tokens=list(input_ids),
@@ -97,7 +97,7 @@ class OneByOne:
         return request_id
 
     def cancel_request(self, request_id: str) -> None:
-        """Lets a request leave."""
+        """Remove a request."""
         with self._changed:
             self._requests.pop(request_id, None)
 
@@ -132,7 +132,9 @@ class OneByOne:
 
     @torch.inference_mode()
     def _next_token(self, request: Waiting) -> int | None:
-        """The next token of a request; None after a piece of its prompt that is not the last."""
+        """Run the model on a piece of the prompt or on the last token, and draw the next one; None if more of the
+        prompt follows.
+        """
         state = request.state
         if request.cache is None:
             request.cache = DynamicCache(config=self.model.config.get_text_config())

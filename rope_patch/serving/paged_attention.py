@@ -33,7 +33,7 @@ def regions_of(state: LayerState) -> tuple[Region, ...]:
 
 
 def anchor_of(state: LayerState) -> PositionMap | None:
-    """The position map by which the keys in the cache are rotated; None where requests are scored one by one."""
+    """The position map by which the keys in the cache are rotated; None if requests are scored one by one."""
     regions, scheme = regions_of(state), state.scheme
     anchor = regions[-1].key_map if state.rotates else UNROTATED
     near = [region for region in regions if region.key_map != anchor]
@@ -53,7 +53,7 @@ def anchor_of(state: LayerState) -> PositionMap | None:
 
 
 def factor_of(state: LayerState) -> float:
-    """What multiplies rotated queries and keys."""
+    """The factor on rotated queries and keys."""
     if not state.rotates:
         return 1.0
     if state.frequencies == "late":
@@ -65,11 +65,11 @@ def factor_of(state: LayerState) -> float:
 FLAGS = ("-fassociative-math", "-fno-signed-zeros", "-ffinite-math-only", "-ffp-contract=fast", "-ftree-loop-vectorize")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ENDLESS = 1 << 40
-"""A bound of a region that is farther than any position."""
+"""The bound of an open region, beyond any position."""
 
 
 def _struct(sizes: tuple[str, ...], pointers: tuple[str, ...], numbers: tuple[str, ...] = ()) -> Any:
-    """A struct of paged_attention.cpp."""
+    """Declare a struct of paged_attention.cpp."""
     kinds = ((sizes, ctypes.c_int64), (numbers, ctypes.c_float), (pointers, ctypes.c_void_p))
     fields = [(name, kind) for names, kind in kinds for name in names]
     return type("Struct", (ctypes.Structure,), {"_fields_": fields})
@@ -85,14 +85,16 @@ BATCH = _struct(("requests", "blocks_each", "factor"), ("begins", "lengths", "bl
 
 
 def _filled(struct: Any, values: dict[str, Any]) -> tuple[ctypes.Structure, dict[str, Any]]:
-    """A struct with these values, and the memory of the contiguous tensors among them."""
+    """Fill a struct with these values; the second result keeps its contiguous tensors alive."""
     held = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
     return struct(**{name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in held.items()}), held
 
 
 @functools.cache
 def kernel() -> Any:
-    """The library of paged_attention.cpp, built once on a machine; None, with a warning, without a C++ compiler."""
+    """Load the library of paged_attention.cpp, built once on a machine; None, with a warning, without a C++
+    compiler.
+    """
     source = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
     try:
         library = CppCodeCache.load(source, extra_flags=FLAGS)
@@ -189,7 +191,7 @@ class Attention:
             self._grow(batch.longest[factor])
         if query.dtype != cache.dtype or query.stride()[1:] != (query.shape[2], 1):
             query = query.to(cache.dtype).contiguous()
-        result = output.to(cache.dtype).contiguous()  # itself, as a rule
+        result = output.to(cache.dtype).contiguous()  # usually no copy
         sinks = None if sinks is None else sinks.float().contiguous()
         getattr(kernel(), _name(cache.dtype))(
             ctypes.addressof(self._struct),
@@ -220,14 +222,14 @@ class Attention:
         self._struct, self._held = _filled(GROUP, fields)
 
     def _tables(self, what: str, moved: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """cos and sin by their names, `(positions of all of moved, d/2)`."""
+        """Compute tables of cos and sin by their names, `(positions of all of moved, d/2)`."""
         found = rotation_tables(torch.cat([*moved, torch.arange(0)])[None], self._inv_freq, 1.0, torch.float32)
         return dict(zip((f"{what}_cos", f"{what}_sin"), found, strict=True))
 
 
 def written(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write new keys and values, `(tokens, kv_heads, head_dim)`, to slots `(tokens,)` of a cache as of `Attention`. A
-    slot below 0 is that of a token which fills up the batch: it is not written.
+    """Write new keys and values, `(tokens, kv_heads, head_dim)`, to slots `(tokens,)` of a cache as in `Attention`. A
+    slot below 0 belongs to a token that only fills up the batch: nothing is written.
     """
     kv_heads, _, size, head_dim = cache.shape[1:]
     library, new, width = kernel(), len(slots), cache.element_size()
@@ -245,6 +247,6 @@ def written(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: 
 
 
 def held(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-    """Keys and values of a request, each `(1, kv_heads, length, head_dim)`, from a cache as of `Attention`."""
+    """Keys and values of a request, each `(1, kv_heads, length, head_dim)`, from a cache as in `Attention`."""
     states: Sequence[torch.Tensor] = cache[blocks].unbind(2)
     return tuple(state.transpose(0, 1).flatten(1, 2)[None, :, :length] for state in states)

@@ -1,4 +1,4 @@
-"""The bodies of requests to an OpenAI endpoint: fields, types, what is allowed."""
+"""Bodies of requests to an OpenAI endpoint: their fields, types and allowed values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # values with which a field that is not
 
 
 def in_list(value: Any) -> Any:
-    """A text, or a list of ids, as the only entry of a list."""
+    """Wrap a single text, or a single list of ids, into a list."""
     return [value] if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])) else value
 
 
@@ -32,33 +32,33 @@ def is_id(value: Any) -> bool:
 
 
 class Known(BaseModel):
-    """An object whose fields are all known."""
+    """An object that allows its declared fields only."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def few(cls, given: Any) -> Any:
-        """Refuses more fields than any object has, before each of them becomes an error."""
+        """Refuse more fields than any object has, before each of them becomes an error."""
         if isinstance(given, dict) and len(given) > FIELDS:
             raise ValueError(f"{len(given)} fields; at most {FIELDS} are allowed")
         return given
 
 
 class StreamOptions(Known):
-    """The fields of a stream beside its text."""
+    """Options of a stream, besides its text."""
 
     include_usage: bool | None = None
 
 
 class Arguments(Known):
-    """What vLLM's server passes on to plugins."""
+    """Extra arguments, which vLLM's server passes on to plugins."""
 
     rope_factor: float | None = None
 
 
 class DrawnRequest(Known):
-    """How the tokens of an answer are drawn, and under which factor of the scheme: what all endpoints share."""
+    """The fields that all endpoints share: how tokens are drawn, and under which factor of the scheme."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -69,7 +69,7 @@ class DrawnRequest(Known):
 
     @property
     def factor(self) -> float | None:
-        """The factor that the request asks for, if it does.
+        """The factor that the request asks for; None if it asks for none.
 
         Raises:
             ValueError: it asks for two.
@@ -81,12 +81,12 @@ class DrawnRequest(Known):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives are wanted for each token; None for no log-probabilities."""
+        """The number of alternatives wanted for each token; None for no log-probabilities."""
         return None
 
 
 class GenerationRequest(DrawnRequest):
-    """What completions and chats share."""
+    """The fields that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=ANSWERS)] | None = None
     max_tokens: Count | None = None
@@ -120,14 +120,14 @@ class TextPart(Known):
 
 
 class Message(BaseModel):
-    """One message of a chat, with whatever its template reads beside the text."""
+    """One message of a chat, with whatever its template reads besides the text."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def as_template_has_it(self) -> dict[str, Any]:
-        """With a text as content."""
+        """Convert the message to a dict for a chat template, with the content as one text."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {**self.model_dump(exclude_none=True), "content": text}
@@ -158,7 +158,7 @@ Body = TypeVar("Body", bound=DrawnRequest)
 
 
 def ignored(body: dict[str, Any], unread: Iterable[str]) -> str | None:
-    """Why a request is refused that asks for something by fields which nobody reads, if it does."""
+    """The reason to refuse a request that sets a field which nobody reads; None if it sets none."""
     for name in sorted(body.keys() & set(unread) - HARMLESS):
         if body[name] is not None and body[name] is not False and body[name] not in NEUTRAL.get(name, ()):
             return f"{name}={shown(body[name])} is not served; leave it out"
@@ -166,7 +166,7 @@ def ignored(body: dict[str, Any], unread: Iterable[str]) -> str | None:
 
 
 def parse(kind: type[Body], body: dict[str, Any]) -> Body:
-    """The request in a body.
+    """Parse the body of a request.
 
     Raises:
         Refusal: a field is unknown, wrong or not served; the message names it, its value and the reason.

@@ -1,4 +1,4 @@
-"""How the tokens of each request are drawn in a shared batch of Transformers.
+"""The sampling of tokens for each request in a shared batch of Transformers.
 
 A batch of Transformers has one setting for sampling. Here the last of its logits processors draws the token of each
 request, from that request's temperature, top_p and seed, and leaves the batch nothing but to take the maximum.
@@ -15,12 +15,12 @@ import torch
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
 IMPOSSIBLE = -9999.0
-"""Log-probability of a token that the model rules out, as OpenAI has it. JSON has no minus infinity."""
+"""The log-probability of a token that the model rules out, as in OpenAI's API: JSON has no minus infinity."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are drawn.
+    """The settings by which the tokens of one answer are drawn.
 
     Attributes:
         temperature: 0 takes the likeliest token.
@@ -36,7 +36,7 @@ class Sampling:
     top_logprobs: int | None = None
 
     def draw(self, logits: torch.Tensor, step: int) -> int:
-        """The token with this number of an answer, from logits `(vocabulary,)`."""
+        """Draw the token with the index `step` in an answer, from logits `(vocabulary,)`."""
         if self.temperature == 0:
             return int(logits.argmax())
         above = logits.double() - logits.max()  # at most 0, which no temperature makes infinite
@@ -58,7 +58,9 @@ class Token:
 
 
 class Sampler(ContinuousBatchingLogitsProcessor):
-    """Draws the next token of each request by its own `sampling`; `said` tokens of the answer are in its prompt."""
+    """A logits processor that draws the next token of each request by its own `sampling`; the prompt of an answer that
+    began again ends with `said` tokens of the answer.
+    """
 
     supported_kwargs: ClassVar[dict[str, type]] = {"sampling": Sampling, "said": int}
     ignored_kwargs: ClassVar[tuple[str, ...]] = ()
@@ -68,16 +70,16 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         self._states: list[Any] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Nothing is passed by a tensor, `(requests,)`."""
+        """Fill the tensor, `(requests,)`, with zeros: no setting is passed by it."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """Keeps the requests of the coming step, in the order of their logits; zeros, `(requests,)`."""
+        """Remember the requests of the coming step, in the order of their logits; return zeros, `(requests,)`."""
         self._states = [request.state for request in requests_with_new_token]
         return torch.zeros(len(self._states), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """1 at the drawn token of each request and 0 elsewhere, `(requests, vocabulary)`."""
+        """Draw the next tokens: 1 at the drawn token of each request and 0 elsewhere, `(requests, vocabulary)`."""
         chosen = scores.argmax(-1)
         for row, state in enumerate(self._states):
             sampling = state.logit_processor_kwargs.get("sampling", self.default)

@@ -35,25 +35,25 @@ from rope_patch.serving.limits import Refusal
 from rope_patch.serving.sampling import Sampling
 
 OPEN_REQUESTS = 256
-"""Requests that the server works on at a time, with those that wait for a place in a batch."""
+"""The most requests that the server works on at a time, including those that wait for a place in a batch."""
 
 OPEN_BYTES = 4 * limits.LARGEST_BODY
-"""Bytes of bodies that are not yet requests, of all clients together."""
+"""The most bytes of bodies that are still being read, of all clients together."""
 
 READING = 60
 """Seconds that a client may take to send a body."""
 
 SMALL = 2**16
-"""Bytes of a body that does not wait for larger ones."""
+"""The largest body in bytes that does not wait for larger ones."""
 
 WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, TemplateError)
-"""Errors that templates and handlers of Transformers raise for what a body holds."""
+"""Errors that templates and handlers of Transformers raise for the content of a body."""
 
 T = TypeVar("T")
 
 
 class Server:
-    """The endpoint around one model that is loaded and patched.
+    """An OpenAI endpoint around one model that is loaded and patched.
 
     Args:
         checkpoint: its folder, GGUF file or Hub ID; requests name the last part of it, or all of it.
@@ -82,16 +82,16 @@ class Server:
 
     @property
     def error(self) -> BaseException | None:
-        """Why a batch does not run, if so."""
+        """The error that stopped a batch; None if all batches run."""
         return next((batch.error for batch in self.batches.values() if batch.error is not None), None)
 
     def application(self) -> Any:
-        """The server as an ASGI application."""
+        """Build the server as an ASGI application."""
         return Starlette(routes=self.routes(), lifespan=lambda _: self.running())
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the batches inside the block."""
+        """Run the batches inside the block."""
         try:
             for batch in self.batches.values():
                 await batch.start()
@@ -102,7 +102,7 @@ class Server:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def routes(self) -> list[Route]:
-        """What the server answers, by path."""
+        """List what the server answers, by path."""
         return [
             Route("/v1/completions", Endpoint(self, self.completions, self.reply, limits.ANSWERS), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self, self.chats, self.reply), methods=["POST"]),
@@ -112,14 +112,16 @@ class Server:
         ]
 
     def check_key(self, request: Request) -> None:
-        """Refuses a request without the key."""
+        """Refuse a request without the key."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
         if self.api_key is not None and not hmac.compare_digest(given, os.fsencode(self.api_key)):
             raise Refusal("the API key is missing or wrong", 401)
 
     @contextlib.contextmanager
     def opened(self) -> Any:
-        """Counts a request from the time when its body was read until its answer was sent."""
+        """Count a request as open while it is read and answered; refuse it if too many are open, or the model does not
+        run.
+        """
         if self.open_requests >= OPEN_REQUESTS:
             raise Refusal(f"the server works on {OPEN_REQUESTS} requests; ask again later", 503)
         if self.error is not None:
@@ -131,23 +133,23 @@ class Server:
             self.open_requests -= 1
 
     async def health(self, _: Any) -> Any:
-        """200 as long as the batches run."""
+        """Answer 200 as long as the batches run, else 503."""
         alive = self.error is None
         return json_response({"status": "ok" if alive else "unhealthy"}, 200 if alive else 503)
 
     async def models(self, _: Request, __: None) -> Any:
-        """The one model."""
+        """List the one model."""
         model = {"id": self.names[0], "object": "model", "created": 0, "owned_by": "rope_patch"}
         return json_response({"object": "list", "data": [model]})
 
     def completions(self, body: bytes) -> Asked:
-        """Reads a request for the endings of one or several prompts."""
+        """Read a request for the endings of one or several prompts."""
         asked = self.parse(requests.CompletionRequest, limits.read_json(body))
         limits.check_prompts(asked.prompt, asked.n or 1, self.reaches.limit)
         return Asked(asked, self.answers(asked, asked.prompt, asked.max_tokens), Completions)
 
     def chats(self, body: bytes) -> Asked | Exchange:
-        """Reads a request for the next message of a conversation."""
+        """Read a request for the next message of a conversation."""
         self.check_template()
         content = limits.read_json(body)
         if content.get("tools"):
@@ -157,7 +159,7 @@ class Server:
         return Asked(asked, self.answers(asked, [prompt], asked.max_completion_tokens or asked.max_tokens), Chats)
 
     def responses(self, body: bytes) -> Exchange:
-        """Reads a request for a response."""
+        """Read a request for a response."""
         self.check_template()
         return self.begin("response", limits.read_json(body))
 
@@ -181,7 +183,7 @@ class Server:
             self.open_bytes -= len(received)
 
     async def receive(self, request: Request, received: bytearray) -> None:
-        """Adds the body of a request to `received`, part by part."""
+        """Add the body of a request to `received`, part by part."""
         most = limits.largest_body(self.reaches.limit, limits.ANSWERS)
         async for part in request.stream():
             received += part
@@ -192,27 +194,27 @@ class Server:
                 raise Refusal("the server is busy with large requests; ask again later", 503)
 
     def parse(self, kind: type[requests.Body], body: dict[str, Any]) -> requests.Body:
-        """The request in a body."""
+        """Parse the body of a request, and check the model that it names."""
         asked = requests.parse(kind, body)
         if asked.model not in (None, *self.names):
             raise Refusal(f"model={limits.shown(asked.model)}: only {self.names[0]!r} is served", 404)
         return asked
 
     def check_template(self) -> None:
-        """Refuses conversations where no template says how to write them."""
+        """Refuse conversations if no template says how to write them."""
         if self.tokenizer.chat_template is None:
             advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
             raise Refusal(f"{self.names[0]} has no chat template: {advice}")
 
     def in_template(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The ids of a conversation, up to where its next message begins."""
+        """Write a conversation as ids, up to where its next message begins."""
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except WRONG as wrong:
             raise Refusal(f"messages: {type(wrong).__name__}: {wrong!s:.400}") from wrong
 
     def answers(self, asked: Any, prompts: Sequence[str | list[int]], new_tokens: int | None) -> list[Answer]:
-        """The answers that a request wants, before they begin: n to each prompt."""
+        """Prepare the answers that a request wants, before they begin: n to each prompt."""
         n, admitted = asked.n or 1, []
         for place, given in enumerate(prompts):
             prompt = ids_to_continue(self.tokenizer, given) if isinstance(given, str) else given
@@ -228,7 +230,7 @@ class Server:
         return answers
 
     def sampling(self, asked: Any, answer: int = 0) -> Sampling:
-        """How the tokens of an answer with this number are drawn."""
+        """The sampling settings of the answer with this number."""
         settings = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.alternatives}
         settings = {name: value for name, value in settings.items() if value is not None}
         seed = secrets.randbits(63) if asked.seed is None else (asked.seed + answer) % 2**63
@@ -237,7 +239,7 @@ class Server:
     def admit(
         self, asked: Any, prompt: list[int], new_tokens: int | None, name: str = "the prompt"
     ) -> tuple[Batch, int]:
-        """The batch that a request joins, and the most tokens of its answer.
+        """Choose the batch that a request joins, and the most tokens of its answer.
 
         Refuses what no cache holds, ids that the model does not know, and a factor that does not cover the request.
         """
@@ -262,7 +264,7 @@ class Server:
         return self.batches[self.reaches.choose(len(prompt) + new, factor)], new
 
     async def reply(self, request: Request, found: Asked | Exchange) -> Any:
-        """The whole answers to a request, or a stream of them."""
+        """Reply to a request with the whole answers, or with a stream of them."""
         if isinstance(found, Exchange):
             if found.stream is not None:
                 return StreamingResponse(found.events(), media_type="text/event-stream")
@@ -277,7 +279,7 @@ class Server:
         return GONE if body is None else Response(body, media_type="application/json")
 
     def begin(self, kind: str, body: dict[str, Any]) -> Exchange:
-        """Has a handler of Transformers read a request."""
+        """Let a handler of Transformers read a request."""
         drawn = {name: body.pop(name, None) for name in requests.DrawnRequest.model_fields}
         asked = self.parse(requests.DrawnRequest, drawn)
 
@@ -301,7 +303,7 @@ class Server:
 
 @dataclass
 class Asked:
-    """A request that was read: its answers before they begin, and the form that they get."""
+    """A request that was read: its answers before they begin, and the format of the reply."""
 
     request: requests.GenerationRequest
     answers: list[Answer]
@@ -309,7 +311,7 @@ class Asked:
 
 
 class Endpoint:
-    """A route, as an ASGI application that answers every error as OpenAI has it.
+    """A route, as an ASGI application that answers every error in OpenAI's form.
 
     Args:
         read: makes of a body what `reply` answers, in a thread; None for a request without a body.
@@ -320,7 +322,7 @@ class Endpoint:
         self.server, self.read, self.reply, self.prompts = server, read, reply, prompts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers one request."""
+        """Answer one request."""
         request = Request(scope, receive)
         with contextlib.ExitStack() as stack:
             try:
@@ -336,18 +338,18 @@ class Endpoint:
                 response = GONE
             except BatchEnded:
                 response = error("the model does not run; ask again later", 503)
-            except Exception:  # its text may name files of this machine
+            except Exception:  # its message may name files of this machine
                 logging.getLogger("uvicorn.error").exception("a request failed")
                 response = error(FAILED["message"], 500)
             await response(scope, receive, send)
 
 
 GONE = Response(status_code=499)
-"""For a client that has hung up; nobody reads it."""
+"""The response to a client that has hung up; nobody reads it."""
 
 
 async def unless_hung_up(request: Request, work: Any) -> Any:
-    """The result of `work`, or None if the client hangs up first, which ends the work."""
+    """Await `work` and return its result; None if the client hangs up first, which ends the work."""
     work, gone = asyncio.ensure_future(work), asyncio.ensure_future(hung_up(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -358,18 +360,18 @@ async def unless_hung_up(request: Request, work: Any) -> Any:
 
 
 async def hung_up(request: Request) -> None:
-    """Returns when the client closes the connection."""
+    """Return when the client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """An object in JSON."""
+    """Build a response from an object, as JSON."""
     return Response(json_of(body), status, media_type="application/json")
 
 
 def error(message: str, status: int) -> Response:
-    """An error as OpenAI has it."""
+    """Build an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     response = json_response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
     if status == 503:

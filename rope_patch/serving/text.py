@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come, up to a stop string."""
+"""The text of an answer, decoded as its tokens come, up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Text:
-    """The text of an answer while its tokens come: what is certain by now, up to a stop string."""
+    """The text of an answer, as far as it is certain while tokens come, up to a stop string."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
@@ -35,7 +35,7 @@ class Text:
         return new
 
     def _open(self, string: str) -> int:
-        """How many last characters of the text may begin a stop string."""
+        """The number of last characters of the text that may begin a stop string."""
         longest = min(len(string) - 1, len(self._text))
         return next((size for size in range(longest, 0, -1) if self._text.endswith(string[:size])), 0)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Places in a batch. Answers take some of them, and give them back.
+    """The places in a batch, which answers take and give back.
 
     A request never holds more places than it leaves free. So one request takes half of the places at most, two take a
     third each, and a newcomer begins at once. Among waiting requests, the one that holds the fewest places comes first,
@@ -23,7 +23,7 @@ class Turns:
 
     @asynccontextmanager
     async def taken(self, request: Hashable, places: int) -> AsyncIterator[None]:
-        """Waits for this many places, for one answer to a request, and holds them inside the block."""
+        """Wait for this many places, for one answer to a request, and hold them inside the block."""
         turn = (places, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(request, deque()).append(turn)
         self._give()
@@ -39,7 +39,7 @@ class Turns:
             self._give()
 
     def _give(self) -> None:
-        """Gives free places to those who wait, as long as the next one may have them."""
+        """Give free places to waiting answers, as long as the next one may have them."""
         while self._waiting:
             request = min(self._waiting, key=self._held.__getitem__)
             places, ready = self._waiting[request][0]

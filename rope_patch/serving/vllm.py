@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
-    is_quantized_kv_cache,  # its own module differs between vLLM 0.32 and 0.33
+    is_quantized_kv_cache,  # its home module differs between vLLM 0.32 and 0.33
 )
 from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
 from vllm.v1.attention.backends.flash_attn import (
@@ -84,7 +84,7 @@ class Rotary(nn.Module):
         config = get_current_vllm_config()
         self.served: Served | None = None
         if config.model_config.uses_mrope and not isinstance(self, MRotaryEmbedding):
-            return  # of the tower, whose positions are its own
+            return  # an image tower, which has positions of its own
         self.served = served = served_of(config)
         if served is None:
             return
@@ -95,7 +95,7 @@ class Rotary(nn.Module):
             self._read(served.tables)
 
     def _read(self, tables: Tables) -> None:
-        """Read the scheme's tables, whose shapes are those of `Tables`."""
+        """Read the scheme's tables, whose shapes are documented in `Tables`."""
         own = cast(Any, self)
         with_order = isinstance(self, MRotaryEmbedding) and type(self).__name__ != MRotaryEmbedding.__name__
         if with_order or not hasattr(own, "cos_sin_cache") or own.cos_sin_cache.shape[1] != tables.cos_sin.shape[1]:
@@ -108,7 +108,7 @@ class Rotary(nn.Module):
         own.dtype = torch.float32
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, *more: Any) -> Any:
-        """Called by vLLM with `positions` `(tokens,)` or `(3, tokens)`, `query` and `key` `(tokens, heads * head_dim)`.
+        """Rotate for vLLM: `positions` `(tokens,)` or `(3, tokens)`, `query` and `key` `(tokens, heads * head_dim)`.
 
         Raises:
             UnsupportedModel: the attention layers have a backend that would ignore the scheme.
@@ -135,7 +135,7 @@ class Rotary(nn.Module):
 
 @torch.compiler.assume_constant_result
 def _check_backend(scheme: str) -> bool:
-    """Whether the attention layers have a backend of this plugin, once for a compiled graph.
+    """Check that the attention layers have a backend of this plugin, once for a compiled graph.
 
     Raises:
         UnsupportedModel: they have not.
@@ -150,7 +150,7 @@ def _check_backend(scheme: str) -> bool:
 
 
 class Scored:
-    """A mixin of the attention layers of vLLM's backends.
+    """A mixin for the attention layers of vLLM's backends, which scores them under a scheme.
 
     Attributes:
         served: what the attention layers score; None if vLLM's own attention suffices.
@@ -192,8 +192,8 @@ class Scored:
         *more: Any,
         **named: Any,
     ) -> torch.Tensor:
-        """Called by vLLM with query and output `(tokens, heads, head_dim)`, and the cache, which already contains the
-        new keys, `(blocks, kv_heads, block_size, 2 head_dim)`.
+        """Score a layer for vLLM: query and output are `(tokens, heads, head_dim)`, and the cache, which already
+        contains the new keys, is `(blocks, kv_heads, block_size, 2 head_dim)`.
         """
         if self.served is None or attn_metadata is None:
             attend = cast(Any, super()).forward
@@ -205,7 +205,7 @@ class Scored:
         return output
 
     def _score(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
-        """Fill the output."""
+        """Fill the output, request by request."""
         own = cast(Any, self)
         softcap, sinks = own.logits_soft_cap or None, own.sinks
         by_request = [0] * len(metadata.seq_lens)
@@ -229,7 +229,7 @@ class Scored:
             output[request.queries] = late_attention(_CAUSAL, queries, keys, values, None, **arguments)[0][0]
 
     def _held(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-        """Keys and values of a request, each `(1, kv_heads, length, head_dim)`."""
+        """Gather keys and values of a request from the cache, each `(1, kv_heads, length, head_dim)`."""
         return kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, :length].chunk(2, dim=-1)
 
     def do_kv_cache_update(
@@ -269,7 +269,7 @@ class Impl(Scored, CPUAttentionBackendImpl):
         return paged_attention.Batch(metadata.query_start_loc, metadata.seq_lens, metadata.block_table, factors)
 
     def _attention(self, state: LayerState, cache: torch.Tensor) -> paged_attention.Attention:
-        """One for all layers that it computes alike."""
+        """The `Attention` of a layer; layers that are computed alike share one."""
         softcap, sizes = self.logits_soft_cap or 0.0, (cache.shape[1], *cache.shape[3:])
         key = (state.forwards, state.tables, self.num_heads, sizes, self.scale, softcap)
         known = cast(Served, self.served).attention
@@ -283,7 +283,7 @@ class Impl(Scored, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write the new keys and values, `(tokens, kv_heads, head_dim)`, as `paged_attention` has them."""
+        """Write the new keys and values, `(tokens, kv_heads, head_dim)`, in the layout of `paged_attention`."""
         if self.served is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
@@ -291,13 +291,13 @@ class Impl(Scored, CPUAttentionBackendImpl):
 
 
 def _halves(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A cache with keys before values in each block, `(blocks, kv_heads, 2, block_size, head_dim)`."""
+    """View a cache with keys before values in each block, `(blocks, kv_heads, 2, block_size, head_dim)`."""
     blocks, kv_heads, size, both = kv_cache.shape
     return kv_cache.view(blocks, kv_heads, 2, size, both // 2)
 
 
 class FlashImpl(Scored, FlashAttentionImpl):
-    """Attention on a GPU."""
+    """Attention on a GPU: by flash for two regions where it applies, else request by request."""
 
     def _score(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
         state = self.states[0]
@@ -313,10 +313,10 @@ class FlashImpl(Scored, FlashAttentionImpl):
 
 
 class Built:
-    """A mixin of the builders of vLLM's metadata, which run before each step."""
+    """A mixin for the builders of vLLM's metadata, which run before each step."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Called by vLLM with the metadata that the backends have in common.
+        """Build the metadata of a step for vLLM, from the metadata that the backends have in common.
 
         Raises:
             UnsupportedModel: no rotary module of vLLM would compute the scheme.
@@ -330,7 +330,9 @@ class Built:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None where this attention scores: it reads values of the metadata. Around it, vLLM still captures graphs."""
+        """Refuse CUDA graphs of this attention if it scores, because it reads values of the metadata. Around it, vLLM
+        still captures graphs.
+        """
         served = served_of(vllm_config)
         if served is not None and served.scores:
             return AttentionCGSupport.NEVER
@@ -346,30 +348,30 @@ class FlashBuilder(Built, FlashAttentionMetadataBuilder):
 
 
 class Backend(CPUAttentionBackend):
-    """vLLM's backend for CPUs, with this attention."""
+    """The CPU backend of vLLM, with this attention."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """`Impl`."""
+        """Return the class of the attention layers."""
         return Impl
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """`Builder`."""
+        """Return the class of the metadata builder."""
         return Builder
 
 
 class FlashBackend(FlashAttentionBackend):
-    """vLLM's backend for flash attention, with this attention."""
+    """The flash-attention backend of vLLM, with this attention."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        """`FlashImpl`."""
+        """Return the class of the attention layers."""
         return FlashImpl
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        """`FlashBuilder`."""
+        """Return the class of the metadata builder."""
         return FlashBuilder
 
 
@@ -381,7 +383,9 @@ _CAUSAL = _Causal()
 
 
 def once(metadata: Any, state: LayerState | None, compute: Callable[[], R]) -> R:
-    """What layers share in a forward: all of them without a `state`; else those of its group under one scheme."""
+    """Compute once in a forward: for all layers without a `state`, else for the layers of its group under one
+    scheme.
+    """
     shared, key = vars(metadata).setdefault("rope_patch", {}), state and state.forwards
     if key not in shared:
         shared[key] = compute()

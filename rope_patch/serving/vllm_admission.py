@@ -92,7 +92,7 @@ def _admit(validate: Callable[..., None], request: Any, params: Any) -> None:
     """
     validate(request, params)
     if getattr(_seen, "params", None) is not params:
-        return  # of an engine without factors
+        return  # a request of an engine without factors
     processor, _seen.params = _seen.processor, None
     prompt = request.get("prompt_token_ids")
     if prompt is None:
@@ -106,8 +106,8 @@ def _admit(validate: Callable[..., None], request: Any, params: Any) -> None:
 
 
 class Factors(LogitsProcessor):
-    """Knows the factor of each place in the batch. Its subclasses, which vLLM finds by name in each of its processes,
-    know how far factors reach.
+    """A logits processor that knows the factor of each place in the batch. Its subclasses, which vLLM finds by name in
+    each of its processes, know how far factors reach.
 
     Attributes:
         reaches: of requests by factor.
@@ -124,7 +124,7 @@ class Factors(LogitsProcessor):
 
     @classmethod
     def choose(cls, prompt: int, params: SamplingParams) -> int:
-        """The factor of a request with a `prompt` of so many tokens.
+        """Choose the factor of a request with a `prompt` of so many tokens.
 
         Raises:
             ValueError: the request asks for a factor that it cannot have, or is too long.
@@ -139,7 +139,7 @@ class Factors(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Remember which engine's request comes next."""
+        """Remember the parameters and the engine of the request that is admitted next."""
         _seen.params, _seen.processor = sampling_params, cls
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -155,17 +155,17 @@ class Factors(LogitsProcessor):
         self._rows.by_request[places] = torch.tensor(list(self._factors.values()), dtype=torch.long)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits as they are, `(requests, vocabulary)`."""
+        """Return the logits unchanged, `(requests, vocabulary)`."""
         return logits
 
     def is_argmax_invariant(self) -> bool:
-        """True."""
+        """Return True, because the logits stay unchanged."""
         return True
 
 
 @functools.cache
 def _processor(name: str) -> type[Factors]:
-    """The logits processor of engines with these factors."""
+    """Make the logits processor class with the factors that its name spells."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

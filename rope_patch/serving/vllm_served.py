@@ -1,4 +1,5 @@
-"""What vLLM serves from a checkpoint folder that records a scheme: tables for its rotary modules, or states of layers.
+"""The data that vLLM serves from a checkpoint folder that records a scheme: tables for its rotary modules, or states of
+layers.
 
 Static frequencies and scales of queries, as of YaRN and log-n, need no attention of their own: they are rows of a
 table, which vLLM's rotary modules read at each token's position. A folder with a scheme for each factor has the tables
@@ -33,7 +34,7 @@ from rope_patch.serving.paged_attention import Attention, anchor_of
 from rope_patch.typing import Frequencies
 
 _SERVED = "_rope_patch_served"
-"""Attribute of a model's config in vLLM: what this plugin serves from the folder, in a `Holder`."""
+"""The attribute of a model's config in vLLM that holds a `Holder`."""
 
 AXES_ROWS = 4
 """Rows of a table for each token of a text whose positions have three axes: a video's may run ahead of its tokens, and
@@ -45,7 +46,7 @@ States = Mapping[int, LayerState]
 
 @dataclass(frozen=True)
 class Tables:
-    """What vLLM's rotary modules read, one row for each position, factor after factor.
+    """Tables for vLLM's rotary modules, one row for each position, factor after factor.
 
     Attributes:
         cos_sin: `(rows, pairs * 2)`, cosines and sines with the scheme's factor, as vLLM has them.
@@ -59,7 +60,9 @@ class Tables:
 
     @classmethod
     def of(cls, schemes: list[States], lengths: list[int]) -> Tables | None:
-        """The tables of one or several schemes for texts of these lengths; None if tables cannot compute them."""
+        """Compute the tables of one or several schemes for texts of these lengths; None if tables cannot express
+        them.
+        """
         parts, scales = [], []
         for states, length in zip(schemes, lengths, strict=True):
             state, positions = next(iter(states.values())), torch.arange(length)
@@ -77,8 +80,8 @@ class Tables:
 
     @classmethod
     def of_anchors(cls, schemes: list[States], lengths: list[int]) -> Tables | None:
-        """The tables that rotate queries and keys by `anchor_of`, for attention layers that score; None if there are
-        none.
+        """Compute the tables that rotate queries and keys by `anchor_of`, for attention layers that score; None if
+        there is no common anchor.
         """
         parts = []
         for states, length in zip(schemes, lengths, strict=True):
@@ -91,7 +94,7 @@ class Tables:
 
 
 def _shared_frequencies(states: States) -> Frequencies | None:
-    """Those of all layers; None if layers differ."""
+    """The frequencies that all layers have in common; None if layers differ."""
     cpu = torch.device("cpu")
     found = [state.source.frequencies(None, cpu, anchored=False) for state in states.values()]
     first = found[0]
@@ -100,13 +103,13 @@ def _shared_frequencies(states: States) -> Frequencies | None:
 
 
 def _cos_sin(positions: torch.Tensor, frequencies: Frequencies) -> torch.Tensor:
-    """Rows of a table for positions `(rows,)`."""
+    """Compute the rows of a table for positions `(rows,)`."""
     angles = torch.outer(positions.float(), frequencies.inv_freq.float())
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * frequencies.attention_scaling
 
 
 class Rows:
-    """Which factor each request in vLLM's batch runs under, and where each token's part of the tables begins.
+    """The factor of each request in vLLM's batch, and the row of the tables at which each token's factor begins.
 
     Attributes:
         by_request: index of the factor of each place in the batch, `(places,)`.
@@ -121,7 +124,7 @@ class Rows:
         self.counted = torch.zeros_like(self.by_token) if counts else None
 
     def lay_out(self, query_starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Set the rows of a step's tokens.
+        """Set the rows for the tokens of a step.
 
         Args:
             query_starts: their first ones, `(requests + 1,)`, on the CPU.
@@ -139,7 +142,7 @@ class Rows:
 
 @dataclass
 class Served:
-    """What this plugin computes for a folder.
+    """The computation that this plugin takes over for a folder.
 
     Attributes:
         scheme: the recorded one; that of the largest factor if there are several.
@@ -166,7 +169,9 @@ class Served:
 
 @dataclass
 class Holder:
-    """Holds what is served. For the text model inside a model of images, vLLM copies the config: copies share it."""
+    """A holder of `Served` in a config. vLLM copies the config for the text model inside a model of images: copies
+    share it.
+    """
 
     found: Served | None = None
     is_known: bool = False
@@ -176,12 +181,12 @@ class Holder:
 
 
 def hold(model: Any) -> Holder:
-    """The holder in a model's config of vLLM."""
+    """Get the holder in a model's config of vLLM, or put one there."""
     return cast(Holder, vars(model).setdefault(_SERVED, Holder()))
 
 
 def served_of(config: VllmConfig) -> Served | None:
-    """What this plugin serves under an engine's config; None if vLLM's own positions suffice.
+    """The computation that this plugin takes over under an engine's config; None if vLLM's own positions suffice.
 
     Raises:
         UnsupportedModel: the scheme needs more than queries, keys and positions, or does not change all layers; or it
@@ -225,7 +230,7 @@ def _served(config: VllmConfig) -> Served | None:
 
 
 def reaches_of(model: Any) -> Reaches | None:
-    """How far the factors in the record of a vLLM model's config reach; None without factors."""
+    """The lengths that the factors in the record of a vLLM model's config reach; None without factors."""
     record = Record.read(model.hf_config)
     if record is None or not record.per_request:
         return None
@@ -238,7 +243,7 @@ def reaches_of(model: Any) -> Reaches | None:
 
 
 def recorded_schemes(record: Record) -> Mapping[int, Scheme]:
-    """The schemes in a record by factor; without factors its only scheme, under 0."""
+    """The schemes in a record by factor; without factors it is the only scheme, under 0."""
     return record.per_request or {0: record.scheme}
 
 

@@ -17,7 +17,7 @@ from rope_patch.patching import find_handles
 
 
 def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dropout: float = 0.0) -> nn.Module:
-    """The patched model, or a `PeftModel` around it, in which only the parameters of a method are trainable.
+    """Make only the parameters of a method trainable; returns the patched model, or a `PeftModel` around it.
 
     The methods are `full`, `lora`, `lora_norms`, `lora_embeddings` and `lora_norms_embeddings`; `rank`, `alpha` and
     `dropout` are those of the adapters. All methods but `full` train in float32. Learned parameters of a scheme are

@@ -1,4 +1,4 @@
-"""What fine-tuning at a longer context adds to `transformers.Trainer`, and to any trainer made of it, as callbacks."""
+"""Callbacks for fine-tuning at a longer context, for `transformers.Trainer` and any trainer made of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rope_patch.schemes import PositionInterpolation, Scheme
 
 
 class PerplexityCallback(TrainerCallback):
-    """Perplexity against context length of the same held-out text, before, during and after anybody's training.
+    """Perplexity against context length on one held-out text, before, during and after a training, whoever wrote it.
 
     The model is measured as it is, under the scheme that it carries or none, without dropout and in the dtype of its
     weights. Modes and random numbers stay as they were: the weights end as those of a run without, bit for bit. Of
@@ -79,24 +79,26 @@ class PerplexityCallback(TrainerCallback):
         self.tokenizer, self.line, self.name, self.results, self.settings = tokenizer, line, name, results, settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure before the first step."""
+        """Measure before the first step, if `start` asks for it."""
         if self.start and state.global_step == 0:
             self._measure(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure where a measurement is due."""
+        """Measure after every `every` steps, and after the last one."""
         steps = state.max_steps if self.every is None else self.every
         if isinstance(steps, int) and (state.global_step % steps == 0 or state.global_step == state.max_steps):
             self._measure(args, state, control, **kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Add the numbers to those by which the trainer chooses its best checkpoint."""
+        """Add the perplexities to the metrics by which the trainer chooses its best checkpoint, if `every` is
+        `eval`.
+        """
         if self.every == "eval":
             perplexities = self._measure(args, state, control, **kwargs)
             (metrics if metrics is not None else {}).update(perplexities)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure what was saved."""
+        """Measure at each saved checkpoint, if `every` is `save`."""
         if self.every == "save":
             self._measure(args, state, control, **kwargs)
 
@@ -111,13 +113,13 @@ class PerplexityCallback(TrainerCallback):
         points_of_step = self.measure(model, "plain" if handle is None else handle.scheme, state.global_step)
         numbers: dict[str, Any] = {f"eval_perplexity_{point.length}": point.perplexity for point in points_of_step}
         if self.log is not None:
-            due = control.should_log  # which `Trainer.log` takes back
+            due = control.should_log  # `Trainer.log` resets it
             self.log({**numbers})
             control.should_log = due
         return numbers
 
     def measure(self, model: nn.Module, scheme: str | Scheme, step: int, line: str | None = None) -> list[Row]:
-        """Measure a model now: without a scheme, or under this one."""
+        """Measure a model now, without a scheme or under this one."""
         if self.tokenizer is None and any("text" in row for row in self.corpus):
             raise EvaluationError("tokenizer=None: texts need one, here or as the processing_class of the trainer")
         language_model = find_language_model(model)
@@ -135,13 +137,15 @@ class PerplexityCallback(TrainerCallback):
 
 
 def completed(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one training; those of an older version, which wrote fewer fields, get the others from the newest row."""
+    """Fill in the rows of one training: rows of an older version, which have fewer fields, take the others from the
+    newest row.
+    """
     names = ("model", "dtype", "protocol", "targets", "texts")
     return [replace(row, **{name: getattr(row, name) or getattr(rows[-1], name) for name in names}) for row in rows]
 
 
 def _document(number: int, row: str | Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a corpus as `measure` reads it."""
+    """Convert a row of a corpus to the form that `measure` reads."""
     row = {"text": row} if isinstance(row, str) else row
     if not {"text", "input_ids"} & set(row):
         raise EvaluationError(f"row {number} of the corpus has {', '.join(map(str, row))}; text or input_ids is needed")
@@ -149,7 +153,7 @@ def _document(number: int, row: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WarmStart(TrainerCallback):
-    """The first steps are trained under position interpolation by a factor, before a scheme, or None, takes over.
+    """Train the first steps under position interpolation by a factor, before a scheme, or None, takes over.
 
     Raises:
         EvaluationError: the scheme learns parameters, which have to be there from the first step on.
@@ -163,7 +167,7 @@ class WarmStart(TrainerCallback):
         self.scheme, self.steps, self.start = scheme, steps, PositionInterpolation(factor=factor)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Change the scheme where the warm start ends, also in a run that is resumed."""
+        """Change the scheme at the step where the warm start ends, also in a run that is resumed."""
         scheme, handle = self.start if state.global_step < self.steps else self.scheme, find_handle(model)
         if (handle.scheme if handle else None) == scheme:
             return

@@ -1,4 +1,4 @@
-"""Folders of runs: held by one, written atomically, and a Trainer that saves its checkpoints this way."""
+"""Folders of runs: one run holds a folder, writes it atomically, and a Trainer saves its checkpoints this way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from rope_patch.errors import EvaluationError, RopePatchError
 from rope_patch.json_files import check_types, read_settings
-from rope_patch.mounting.saved import ADAPTERS
+from rope_patch.models.adapter_record import ADAPTERS
 from rope_patch.saving.checkpoint_kind import read_json
 from rope_patch.saving.own_files import check_weights
 from rope_patch.saving.trust import check_adapter
@@ -35,7 +35,7 @@ _STATE = {"global_step": int, "max_steps": int, "epoch": float | None, "log_hist
 
 
 def alone_in(folder: Path) -> Any:
-    """Hold a folder, as a context: a second run on it ends at once, and a killed one lets it go.
+    """Hold a folder, as a context: a second run on it ends at once, and a killed run releases it.
 
     Raises:
         EvaluationError: another run holds it.
@@ -153,7 +153,7 @@ class SafeTrainer(ContextParallelTrainer):
 
 @contextmanager
 def _readable(checkpoint: str | Path | None) -> Iterator[None]:
-    """Files that were cut off raise errors of pickle, zip, torch and safetensors: raise one kind instead."""
+    """Turn the errors of pickle, zip, torch and safetensors that a file cut off causes into `EvaluationError`."""
     try:
         yield
     except (RopePatchError, torch.OutOfMemoryError):

@@ -93,7 +93,7 @@ def _loss_alone(
     num_items_in_batch: torch.Tensor | int | None = None,
     **inputs: Any,
 ) -> CausalLMOutput:
-    """The mean of -ln p over all labels, or their sum divided by `num_items_in_batch`: the loss of Transformers."""
+    """The loss of Transformers: the mean of -ln p over all labels, or their sum divided by `num_items_in_batch`."""
     inputs = {name: value for name, value in inputs.items() if value is not None}
     stack = model.base_model
     outputs = stack(**{**inputs, "use_cache": False, "return_dict": True})

@@ -46,7 +46,7 @@ class LongCE:
 
     @classmethod
     def beyond(cls, training_length: int, row_length: int) -> LongCE:
-        """K = L and d = L / 4 tokens, for rows of this length.
+        """Set K = L and d = L / 4 tokens, for rows of this length.
 
         Raises:
             EvaluationError: no token of a row has more than L tokens before it, so that all weigh the same.

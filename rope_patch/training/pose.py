@@ -1,3 +1,3 @@
-"""Where `PoSECollator` was before `rope_patch.data`."""
+"""The old place of `PoSECollator`, which is now in `rope_patch.data`."""
 
 from rope_patch.data.pose import PoSECollator as PoSECollator

@@ -227,7 +227,7 @@ REFUSED = {
     "or dropout": {"dropout": 0.1},
     "added to the scores": {"mask": torch.zeros(1, 1, 30, 30)},
     "differ in dtype": {"value": torch.randn(1, 2, 30, 16, dtype=torch.bfloat16)},
-    "that it does not compute": {"dtype": torch.float64},
+    "that it does not support": {"dtype": torch.float64},
     "narrower than 16": {"width": 8},
     "wider than 256": {"width": 272},
     "no gradients on a CPU": {"sinks": torch.zeros(4, requires_grad=True)},

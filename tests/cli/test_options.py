@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -130,6 +131,15 @@ def test_every_help_shows_examples_and_explains_every_option(command, capsys):
     assert shown.count("(default") + shown.count("(required") + shown.count("(repeatable") + shown.count("(sets") > 0
     assert "None" not in shown
     assert not re.search(r"\(default: (''|\"\")?\)", shown)
+    rows = shown.splitlines()
+    unexplained = [
+        row
+        for row, after in pairwise(rows)
+        if row.startswith("│ --") and "  " not in row.strip("│ ") and not re.match(r"│ {6,}\w", after)
+    ]
+    assert unexplained == []
+    assert "without it," not in shown
+    assert re.findall(r"--\S+ STR\b", shown) == ([] if command != "serve" else ["--api-key STR"])
 
 
 def test_a_positional_word():

@@ -247,7 +247,7 @@ def test_a_mask_of_the_users_own(llama, tmp_path):
 
 def test_what_plain_transformers_leaves_out(llama, tmp_path):
     saved(llama, "t5", tmp_path)
-    refused(by_name(tmp_path), CALLS["a text"], "plain Transformers has left out what t5")
+    refused(by_name(tmp_path), CALLS["a text"], "plain Transformers did not load the parameters that t5")
 
 
 def test_vectors_instead_of_tokens(llama, tmp_path):

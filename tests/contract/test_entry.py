@@ -147,6 +147,6 @@ def test_describe_says_what_stands_in_place_of_the_rotation(llama):
     with patch(llama, "sinusoidal"):
         table = describe(llama)
     assert "mounted rotary + embedding" in table
-    assert "replaced by positions that join at the input" in table
+    assert "replaced by positions added at the input" in table
     with patch(llama, "rope+sinusoidal"):
         assert "replaced" not in describe(llama)

@@ -164,6 +164,8 @@ def test_a_window_within_the_training_length_leaves_nothing_to_patch(window):
     before = snapshot(model)
     with pytest.raises(NothingToPatch, match=f"sliding window of {window} within the training length of 32"):
         patch(model, "rerope", window=6)
+    with pytest.raises(NothingToPatch, match=r"^yarn:factor=4 would change no layer"):  # as it was typed
+        patch(model, "yarn:factor=4")
     assert snapshot(model) == before
 
 

@@ -4,10 +4,11 @@ import copy
 import gc
 import json
 import warnings
+from hashlib import sha256
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -114,10 +115,60 @@ def test_adapters_of_every_kind_record_the_scheme(spec, adapters, llama, tmp_pat
         warnings.filterwarnings("error", "learned prompts")
         save_pretrained(Around(adapted), tmp_path / "adapters")
     for folder in (tmp_path / "adapters", tmp_path / "adapters" / "second"):
-        settings = json.loads((folder / "adapter_config.json").read_text())
+        assert "rope_patch" not in json.loads((folder / "adapter_config.json").read_text())
+        settings = json.loads((folder / "rope_patch.json").read_text())
         assert settings["rope_patch"] == {"scheme": get_scheme(spec).to_dict()}
+        assert settings["weights_sha256"] == sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
     again = rope_patch.from_pretrained(tmp_path / "adapters").eval()
     assert torch.equal(logits(again, tokens()), expected)
+
+
+def adapters_of(llama, folder):
+    """Adapters of a patched model in a folder, and the logits of that model."""
+    llama.save_pretrained(folder / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    patch(model, "rerope:window=6")
+    adapted = get_peft_model(model, lora()).eval()
+    adapted.save_pretrained(folder / "adapters")
+    return folder / "adapters", logits(adapted, tokens())
+
+
+def test_plain_peft_reads_adapters_without_advice(llama, tmp_path):
+    folder, _ = adapters_of(llama, tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*nexpected keyword arguments.*")
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), folder)
+
+
+def test_adapters_of_an_older_release_have_the_scheme_in_their_settings(llama, tmp_path):
+    folder, expected = adapters_of(llama, tmp_path)
+    record, settings = folder / "rope_patch.json", folder / "adapter_config.json"
+    recorded = json.loads(record.read_text())["rope_patch"]
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "rope_patch": recorded}))
+    record.unlink()
+    again = rope_patch.from_pretrained(folder).eval()
+    assert torch.equal(logits(again, tokens()), expected)
+
+
+def test_a_record_that_was_saved_with_other_adapters_is_refused(llama, tmp_path):
+    folder, _ = adapters_of(llama, tmp_path)
+    plain = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora()).eval()
+    plain.save_pretrained(folder)
+    with pytest.raises(InvalidField, match=r"saved with other weights.*Delete rope_patch.json"):
+        rope_patch.from_pretrained(folder)
+    (folder / "rope_patch.json").unlink()
+    again = rope_patch.from_pretrained(folder).eval()
+    assert torch.equal(logits(again, tokens()), logits(plain, tokens()))
+
+
+def test_adapters_that_transformers_saves_keep_their_record(llama, tmp_path):
+    llama.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    patch(model, "rerope:window=6")
+    model.add_adapter(lora())
+    model.save_pretrained(tmp_path / "adapters")
+    again = rope_patch.from_pretrained(tmp_path / "adapters").eval()
+    assert torch.equal(logits(again, tokens()), logits(model.eval(), tokens()))
 
 
 def test_prompts_are_warned_of_once_where_peft_saves_them(llama, tmp_path):

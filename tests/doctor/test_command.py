@@ -160,13 +160,13 @@ def test_a_file_that_may_not_be_read_is_one_line(write, capsys, monkeypatch):
 def test_two_checkpoints_agree_or_part(write, capsys):
     write(trained=LLAMA, same={**LLAMA, "vocab_size": 9}, other={**LLAMA, "rope_theta": 10000.0})
     assert document(["trained", "same"], capsys, 0)["agrees"]
-    assert "both say the same positions" in printed(["trained", "same"], capsys, 0)
+    assert "both state the same positions" in printed(["trained", "same"], capsys, 0)
     (difference,) = document(["trained", "other"], capsys, 1)["differences"]
     assert difference["angles"].keys() == {"8192", "16384"}
     # the largest difference of an angle at L, by the definition
     angles = [8192 * abs(500000.0 ** (-i / 16) - 10000.0 ** (-i / 16)) for i in range(0, 16, 2)]
     assert difference["angles"]["8192"] == pytest.approx(max(angles), rel=1e-9)
-    assert "the second parts from the first: from position " in printed(["trained", "other"], capsys, 1)
+    assert "the second differs from the first: from position " in printed(["trained", "other"], capsys, 1)
 
 
 WEB = {"port": 8080, "title": "Demo", "api": {"model": "llama"}}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import rope_patch
 from rope_patch.doctor.command import main
 from tests.doctor.test_command import LLAMA, WEB
 
@@ -54,3 +55,5 @@ def test_the_action_and_the_hook_of_the_page_are_those_there_are():
     assert all(f"`{name}`" in PAGE for name in action["inputs"])
     (used,) = settings(".pre-commit-config.yaml")["repos"][0]["hooks"]
     assert used["id"] == hook["id"]
+    tags = re.findall(r"(?:@|rev: )v([\d.]+)$", PAGE, re.MULTILINE)
+    assert set(tags) == {rope_patch.__version__, "4"}  # and actions/checkout@v4

@@ -67,7 +67,7 @@ def test_the_same_positions_in_other_words_agree(tmp_path, trained, served):
     for one, other in ((trained, served), (served, trained)):
         found = pair(tmp_path, one, other)
         assert found.agrees, words_of_pair(found)
-        assert words_of_pair(found).endswith("both say the same positions")
+        assert words_of_pair(found).endswith("both state the same positions")
         assert main([str(tmp_path / "one"), str(tmp_path / "other")]) == 0
 
 

@@ -39,7 +39,7 @@ def rows_of(model, spec, lengths):
 def test_a_line_that_measures_the_plain_checkpoint_is_named(spec, lengths, longest, model):
     with pytest.warns(RopePatchWarning) as caught:
         rows = rows_of(model, spec, lengths)
-    said = f"{spec} changes nothing in texts of up to {longest} tokens: its rows up to there are those of the plain"
+    said = f"{spec} changes nothing in texts of up to {longest} tokens: its rows up to there equal those of the plain"
     assert [str(warning.message) for warning in caught] == [f"{said} checkpoint"]
     plain, line = rows[: len(lengths)], rows[len(lengths) :]
     equal = [
@@ -65,6 +65,6 @@ def test_a_measuring_command_names_it_in_one_line(command, tmp_path, capsys):
     assert main([command, *words, *few[command]]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "changes nothing" in line]
     assert said == [
-        "rope-patch: rerope:window=1024 changes nothing in texts of up to 96 tokens: its rows up to there are those of "
-        "the plain checkpoint"
+        "rope-patch: rerope:window=1024 changes nothing in texts of up to 96 tokens: its rows up to there equal those "
+        "of the plain checkpoint"
     ]

@@ -61,7 +61,7 @@ def test_wrong_specs_say_why():
     ("line", "name"),
     [
         ("plain", "plain checkpoint"),
-        ("window", "attention cut at L"),
+        ("window", "sliding window"),
         ("window:window=64", "sliding window, w = 64"),
         ("pi:target=auto", "PI"),
         ("ntk:factor=8.0", "NTK, factor = 8"),

@@ -56,7 +56,7 @@ def test_spans_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert main(words()) == 0
     out = capsys.readouterr().out
-    for name in ("plain checkpoint", "attention cut at L", "ReRoPE, w = 8, log-n", "synthetic", "nothing hidden"):
+    for name in ("plain checkpoint", "sliding window", "ReRoPE, w = 8, log-n", "synthetic", "nothing hidden"):
         assert name in out
     assert (tmp_path / "out" / "spans.png").stat().st_size > 20_000
     written = [json.loads(line) for line in (tmp_path / "out" / "spans.jsonl").read_text().splitlines()]
@@ -193,7 +193,7 @@ def test_means_are_over_the_depths_that_the_table_names(capsys, monkeypatch):
 @pytest.mark.parametrize("control", [0.25, None])
 def test_every_cell_of_every_map_is_named(control):
     figure = charts.figure(rows(control=control), what="tokens")
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["plain checkpoint", "attention cut at L", "YaRN"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["plain checkpoint", "sliding window", "YaRN"]
     shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert shown == ["0%", "50%", "100%", *(["nothing hidden"] if control else [])]
     below = ["25", "25"] if control else []

@@ -75,8 +75,8 @@ def test_perplexity_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     said = capsys.readouterr()
     for name in (
         "plain checkpoint",
-        "text cut to L",
-        "attention cut at L",
+        "truncated text",
+        "sliding window",
         "ReRoPE, w = 8, log-n",
         "text: texts; ",
         "±",

@@ -107,9 +107,9 @@ def test_a_line_for_each_row_that_is_measured_the_shortest_first_and_none_for_ot
     lines = [LINE.fullmatch(line) for line in capsys.readouterr().err.splitlines()]
     assert [line.groups() for line in lines] == [
         ("1", "4", f"plain checkpoint at 16: loss {losses[0]}"),
-        ("2", "4", f"attention cut at L at 16: loss {losses[2]}"),
+        ("2", "4", f"sliding window at 16: loss {losses[2]}"),
         ("3", "4", f"plain checkpoint at 32: loss {losses[1]}"),
-        ("4", "4", f"attention cut at L at 32: loss {losses[3]}"),
+        ("4", "4", f"sliding window at 32: loss {losses[3]}"),
     ]
     measured(Rows(tmp_path / "rows.jsonl"))
     assert capsys.readouterr() == ("", "")

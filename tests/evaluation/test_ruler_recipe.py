@@ -58,7 +58,7 @@ def test_from_end_to_end(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert main(words()) == 0
     captured = capsys.readouterr()
-    for name in ("plain checkpoint", "attention cut at L", "YaRN", "fwe", "means nothing", "0 ± 0", "L = 1024"):
+    for name in ("plain checkpoint", "sliding window", "YaRN", "fwe", "means nothing", "0 ± 0", "L = 1024"):
         assert name in captured.out
     assert "task fwe means nothing here: within its training length this checkpoint gives 0%" in captured.err
     assert (tmp_path / "out" / "ruler.png").stat().st_size > 10_000

@@ -313,7 +313,7 @@ def test_the_table_names_every_line(checkpoint, texts, begun, capsys, monkeypatc
     assert len({row.line for row in Rows(begun / "sweep.jsonl").rows}) == 4
     for name in (
         "plain checkpoint",
-        "attention cut at L",
+        "sliding window",
         "ReRoPE, w = 8",
         "served by",
         "this library",
@@ -358,7 +358,7 @@ def test_one_book_is_read_in_many_windows_before_anything_is_recommended(checkpo
 
     alone, said = swept("--windows-per-document", "1", "--documents", "8")
     assert (alone["recommended"], alone["verdict"], alone["standard_error"]) == (None, "too few", None)
-    assert "which 1 window cannot tell from chance. A longer text" in alone["sentence"]
+    assert "within noise (1 window). A longer text" in alone["sentence"]
     assert "rope-patch: asked for 8 documents, found 1\n" in said
     assert "rope-patch: only 1 window: below 8" in said
 
@@ -430,7 +430,8 @@ def test_what_is_better_beyond_noise_is_recommended_with_its_price():
     verdict, difference, error = recipe.recommend(rows, best)
     assert verdict.kind == "better"
     assert verdict.sentence == (
-        "Reading farther pays: at 1024 tokens ReRoPE, w = 96, log-n (`rerope:window=96+logn`) is 0.180 below attention "
+        "On the half of the text that did not choose it, reading farther pays: at 1024 tokens ReRoPE, w = 96, log-n "
+        "(`rerope:window=96+logn`) is 0.180 below attention "
         f"cut at L (2.080) (error {error:.3f} over 12 documents). It costs 0.001 at 256 tokens."
     )
     assert difference == pytest.approx(-0.18)

@@ -92,7 +92,7 @@ def test_below_each_loss_is_the_difference_from_the_cut_with_its_paired_error():
     assert line_of(narrow, "ReRoPE, w = 128, log-n", below=1).split() == ["+0.010", "-0.030", "-0.020"]
     assert line_of(narrow, "ReRoPE, w = 128, log-n", below=2).split() == ["±0.030"] * 3
     assert "+2.250 ±0.000" in line_of(text, "plain checkpoint", below=1)
-    assert line_of(text, "attention cut at L", below=1).count("±0.060") == 3  # its own, of 0.2 up and down
+    assert line_of(text, "sliding window", below=1).count("±0.060") == 3  # its own, of 0.2 up and down
     alone = printed([each for each in ROWS if each.line != "window"])
     assert line_of(alone, "plain checkpoint", below=1).count("±0.060") == 3
     assert "±?" in printed([row()])  # of old files
@@ -266,7 +266,7 @@ def test_a_picture_is_written_without_pyplot(tmp_path, rows):
 
 @pytest.mark.parametrize(("cut", "said"), [(3.4, False), (3.55, False), (8.6, True)])
 def test_a_cut_that_loses_the_first_tokens_is_named(cut, said):
-    """TinyLlama: attention cut at L collapses beyond it, so being below it means nothing."""
+    """TinyLlama: the sliding window collapses beyond it, so being below it means nothing."""
     spread = [0.01 * (i % 3) for i in range(12)]
     rows = [
         row(line=line, length=length, nll=nll, nll_by_document=[nll + each * scale for each in spread])
@@ -280,11 +280,11 @@ def test_a_cut_that_loses_the_first_tokens_is_named(cut, said):
     notes = [note for note in tables.Grid.from_rows(rows).notes() if "lost the first tokens" in note]
     assert bool(notes) == said
     if said:
-        assert notes[0].startswith("§ attention cut at L is +5.100 ±0.00")
-    assert ("attention cut at L §" in printed(rows)) == said
+        assert notes[0].startswith("§ the sliding window is +5.100 ±0.00")
+    assert ("sliding window §" in printed(rows)) == said
     drawn = {text.get_text() for text in charts.figure(rows).axes[0].texts}
-    assert ("attention cut at L" in drawn) != said  # it does not stand in the picture
-    assert "text cut to L" in drawn
+    assert ("sliding window" in drawn) != said  # it does not stand in the picture
+    assert "truncated text" in drawn
 
 
 def trained(line, step, nll, **changed):
@@ -317,7 +317,7 @@ def test_a_training_is_a_line_per_scheme_and_step():
     assert (before.get_linestyle(), after.get_linestyle()) == (":", "-")
     assert before.get_color() == after.get_color()
     names = {text.get_text() for text in main.texts}
-    assert {"PI †, before", "PI, 100 steps", "plain checkpoint", "attention cut at L"} <= names
+    assert {"PI †, before", "PI, 100 steps", "plain checkpoint", "sliding window"} <= names
     check_look(main.figure)
 
 
@@ -338,7 +338,7 @@ def test_the_text_cut_to_l_is_a_line_of_old_rows(tmp_path):
     assert {(row.line, row.length): row.nll for row in rows}.items() <= {
         (one.line, length): row.nll for (one, length), row in grid.rows.items()
     }.items()
-    assert "text cut to L" in printed(rows)
+    assert "truncated text" in printed(rows)
     assert grid.baseline == "window"
     assert "no room" not in printed(rows)
     assert "256 tokens have no room for 300 targets" in printed([row(line="window", length=512, targets=300)])

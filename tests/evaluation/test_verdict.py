@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rope_patch.cli.options import Measured, parse
-from rope_patch.cli.report import conclude, spelled
+from rope_patch.cli import load
+from rope_patch.cli.options import Measured, in_tokens, parse
+from rope_patch.cli.report import conclude, next_command, spelled
 from rope_patch.evaluation.scheme_specs import scheme_at
 from rope_patch.evaluation.tables import Grid
 from rope_patch.evaluation.verdict import compare, copies, of_answers, of_losses, of_training, reference_of
@@ -51,8 +52,8 @@ def runs(verdict):
     ("nll", "kind", "words"),
     [
         (1.95, "better", "Reading farther pays: at 1024 tokens ReRoPE (`rerope`) is 0.1"),
-        (2.05, "noise", "It is cheaper to cut the text to L."),
-        (2.2, "worse", "Nothing beats attention cut at L (2.0"),
+        (2.05, "noise", "It is cheaper to truncate the text to L."),
+        (2.2, "worse", "Nothing beats the sliding window (2.0"),
     ],
 )
 def test_the_best_scheme_is_compared_with_what_is_free(nll, kind, words):
@@ -87,9 +88,9 @@ def test_too_few_windows_and_missing_references_are_named():
     few += [row(line="rerope", length=1024, nll=1.0, nll_by_document=[1.0, 1.1, 1.2], windows=3)]
     verdict = of_losses(few)
     assert runs(verdict) == "too few"
-    assert "which 3 windows cannot tell from chance" in verdict.sentence
+    assert "within noise (3 windows)" in verdict.sentence
     far = measured({**FREE, "rerope": {256: 2.1, 1024: 1.0}}, protocol="far", chosen_share=0.02, scored_tokens=99)
-    assert "which 99 tokens cannot tell" in of_losses(far).sentence
+    assert "within noise (99 tokens)" in of_losses(far).sentence
     assert of_losses([replace(each, scored_tokens=100) for each in far]).kind == "better"
     for rows in (measured({"rerope": {1024: 2.0}}), measured({**FREE, "rerope": {256: 1.0}}), measured(FREE)):
         assert runs(of_losses(rows)) == "nothing"
@@ -149,10 +150,10 @@ def trained(at_l, beyond, steps=100):
     [
         (1.9, 1.85, "language", "it learned language, not length"),  # 0.2 at both
         (1.8, 1.85, "language", "it learned language, not length"),  # even more at L
-        (2.1, 1.85, "length", "of the gain is length"),
+        (2.1, 1.85, "length", "of the gain comes from length"),
         (1.9, 1.6, "length", "gains 0.45"),
-        (2.1, 2.05, "noise", "Nothing beats attention cut at L"),
-        (2.1, 2.5, "worse", "It is cheaper to cut the text to L."),
+        (2.1, 2.05, "noise", "Nothing beats the sliding window"),
+        (2.1, 2.5, "worse", "It is cheaper to truncate the text to L."),
     ],
 )
 def test_a_gain_at_l_that_equals_that_beyond_is_language(at_l, beyond, kind, words):
@@ -183,11 +184,12 @@ def answered(shares, trials=50):
 @pytest.mark.parametrize(
     ("shares", "trials", "kind", "words"),
     [
-        ({256: 1.0, 512: 1.0, 1024: 0.95}, 50, "better", "effective lengths: 1024 tokens beside 256 tokens."),
-        ({256: 1.0, 512: 0.9, 1024: 0.02}, 50, "better", "at 512 tokens ReRoPE (`rerope`) gives 90% of the answers"),
-        ({256: 1.0, 512: 0.32, 1024: 0.02}, 50, "noise", "It is cheaper to cut the text to L."),
+        ({256: 1.0, 512: 1.0, 1024: 0.95}, 50, "better", "effective lengths: 1024 tokens against 256 tokens."),
+        ({256: 1.0, 512: 0.9, 1024: 0.02}, 50, "better", "at 512 tokens ReRoPE (`rerope`) is 90% correct"),
+        ({256: 1.0, 512: 0.32, 1024: 0.02}, 50, "noise", "It is cheaper to truncate the text to L."),
         ({256: 1.0, 512: 0.5, 1024: 0.25}, 4, "noise", "No gain beyond noise: at 1024 tokens"),
-        ({256: 0.0, 512: 0.0, 1024: 0.0}, 50, "noise", "effective lengths: none beside 256 tokens"),
+        ({256: 0.0, 512: 0.0, 1024: 0.0}, 50, "noise", "effective lengths: none against 256 tokens"),
+        ({256: 1.0, 512: 0.3, 1024: 0.0}, 50, "noise", "no difference in effective length: both keep their score up"),
     ],
 )
 def test_answers_beyond_l_are_compared_with_the_best_reference(shares, trials, kind, words):
@@ -224,10 +226,36 @@ def test_a_checkpoint_that_answers_nothing_is_named():
 # --- the next command -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("ran", "scheme", "following"),
+    [
+        ("--lengths 1x,512", "pi", "perplexity --protocol repeat"),
+        ("--lengths 256,512 --protocol last", "pi", "perplexity --protocol repeat"),
+        ("--lengths 512", "pi", "perplexity --protocol last"),
+        ("--lengths 1x,512 --targets 8", "pi", "perplexity --protocol last"),
+        ("--lengths 1x,512", "yarn", "perplexity --protocol last"),
+        ("--lengths 1x,512 --protocol repeat", "pi", "perplexity --protocol last"),
+    ],
+)
+def test_the_next_command_is_not_the_one_just_run(ran, scheme, following):
+    options = in_tokens(parse(load("perplexity").Options, [*ran.split(), "--scheme", "pi", "--device", "cpu"]))
+    found = next_command(f"perplexity --protocol last --lengths 1x,512 --scheme {scheme}", options)
+    assert found == f"rope-patch {following} --lengths 1x,512 --scheme {scheme} --device cpu"
+
+
+def test_the_next_command_after_a_copy_hides_spans():
+    words = "--protocol repeat --lengths 1x,512 --scheme pi"
+    options = in_tokens(parse(load("perplexity").Options, words.split()))
+    found = next_command(f"perplexity {words}", options)
+    assert found == "rope-patch passkey --task spans --lengths 1x,512 --scheme pi"
+
+
 def test_the_next_command_names_the_same_model_and_text(capsys):
     options = Measured(model="my models/x", text="book.txt", json=True)
     words = "rope-patch passkey --scheme 'rerope' --model 'my models/x' --text book.txt".replace("'rerope'", "rerope")
     assert spelled("passkey --scheme rerope", options) == words
+    on_a_gpu = Measured(device="cuda", dtype="bfloat16", seed=3)
+    assert spelled("passkey", on_a_gpu) == "rope-patch passkey --dtype bfloat16 --device cuda --seed 3"
     assert spelled("perplexity --model other", options) == "rope-patch perplexity --model other --text book.txt"
     verdict = of_losses(measured(FREE))
     conclude(verdict, options)

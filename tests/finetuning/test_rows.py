@@ -32,6 +32,21 @@ def laid_out(options, documents, tokenizer, vocabulary, length):
     return training_rows(documents, tokenizer, vocabulary, length, **settings, allow_short=options.allow_short)
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"length": 8192}, "209,715,200 tokens: 400 steps of 64 rows of 8192"),
+        ({"length": 512, "layout": "pose", "steps": 5, "batch_size": 2}, "2,560 tokens: 5 steps of 2 rows of 256"),
+        ({"length": 512, "layout": "randomized", "pose_row": 64, "steps": 1}, "4,096 tokens: 1 step of 64 rows of 64"),
+    ],
+)
+def test_a_training_says_what_it_will_cost(asked, said):
+    options = RECIPE.Options(schemes=("yarn:target=auto",), **asked)
+    assert RECIPE.cost_of(options, 256) == f"training reads {said} (--steps, --batch-size)"
+    both = dataclasses.replace(options, schemes=("yarn:target=auto", "pi:target=auto"))
+    assert "tokens for each of 2 schemes: " in RECIPE.cost_of(both, 256)
+
+
 SCHEMES = [None, "yarn:factor=4", "rerope:window=8", "rerope:window=2", "alibi"]
 
 

@@ -192,7 +192,7 @@ def test_several_schemes_tell_one_story(finetune, options, capsys):
     ]
     print_table([Row(**point) for point in points])
     table = capsys.readouterr().out
-    named = ["plain checkpoint, before", *[f"plain checkpoint, {n} steps" for n in (2, 4)], "attention cut at L"]
+    named = ["plain checkpoint, before", *[f"plain checkpoint, {n} steps" for n in (2, 4)], "sliding window"]
     named += [f"{display_name(SCHEME)}, {when}" for when in ("before", "2 steps", "4 steps")]
     places = [table.index(name) for name in named]
     assert places == sorted(places)

@@ -236,7 +236,7 @@ def test_a_scheme_that_shortens_the_checkpoint_says_so_and_what_to_write(name):
     for spec, reach in (("yarn:factor=1.5", 1.5 * original), (f"yarn:target={today // 2}", today // 2)):
         (said,) = scheme_on(name, spec)[1]
         assert f"already reads {today:,} tokens" in said
-        assert f"reaches {round(reach):,}. For twice of today: yarn:target={2 * today}" in said
+        assert f"reaches {round(reach):,}. For twice today's length: yarn:target={2 * today}" in said
     (said,) = scheme_on(name, "rope")[1]
     assert f"rope reaches {original:,}" in said
     (said,) = scheme_on(name, "abf:base=1000000")[1]
@@ -250,8 +250,8 @@ def test_a_scheme_that_shortens_the_checkpoint_says_so_and_what_to_write(name):
 def test_the_sentence_as_a_user_of_llama_3_1_reads_it():
     (said,) = scheme_on("llama-3.1", "yarn:factor=2")[1]
     assert said.startswith(
-        "this checkpoint already reads 131,072 tokens (llama3, factor 8); yarn:factor=2 reaches 16,384. For twice of "
-        "today: yarn:target=262144"
+        "this checkpoint already reads 131,072 tokens (llama3, factor 8); yarn:factor=2 reaches 16,384. For twice "
+        "today's length: yarn:target=262144"
     )
 
 
@@ -475,3 +475,22 @@ def test_factors_for_requests_count_from_the_length_of_today():
 def test_frequencies_that_reach_todays_length_exactly_shorten_nothing(name):
     *_, today = CONFIGS[name]
     assert not any("already reads" in said for said in scheme_on(name, f"ntk:target={today}")[1])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "rope-scaling.md"
+ON_THE_PAGE = {
+    **{"Llama 3.1": "llama-3.1", "Llama 3.2": "llama-3.2", "gpt-oss": "gpt-oss", "Phi-3 128k": "phi-3 128k"},
+    **{"Qwen2.5, with": "qwen2.5 as its page says", "Qwen3, with": "qwen3 as its page says", "Gemma 3": "gemma 3"},
+    **{"DeepSeek-V3": "deepseek-v3", "OLMo 3": "olmo 3", "MiniCPM4": "minicpm4", "InternLM 2": "internlm 2"},
+}
+
+
+@pytest.mark.parametrize("start", ON_THE_PAGE)
+def test_the_page_has_what_patch_does_on_each_checkpoint(start):
+    name = ON_THE_PAGE[start]
+    *_, original, today = CONFIGS[name]
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {start}")]
+    window = fields_of(scheme_on(name, "rerope:target=auto")[0], "rerope")["window"]
+    factor = fields_of(scheme_on(name, "yarn:target=2x")[0], "yarn")["factor"]
+    assert row.endswith(f"| {original:,} | {today:,} | window {window:,} | factor {factor:.0f} |")
+    assert fields_of(scheme_on(name, "self_extend:target=2x")[0], "self_extend")["group_size"] == 3

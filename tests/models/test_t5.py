@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from transformers import (
 
 import rope_patch
 from rope_patch import AlreadyPatched, InvalidField, NotPatched, UnsupportedModel, describe, native_scheme, unpatch
-from rope_patch import patch as apply
 from tests.models.t5_definition import Meaning, defined_logits
 from tests.models.t5_families import FAMILIES, SPECS, build
 from tests.runs import assert_close, assert_same_gradients, left_padded, tokens
 from tests.snapshots import snapshot
+
+apply = partial(rope_patch.patch, allow_untrained=True)  # also with rotations that T5 was not trained with
 
 pytestmark = pytest.mark.usefixtures("trained_parameters")
 

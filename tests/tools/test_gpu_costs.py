@@ -65,3 +65,15 @@ def test_keys_of_a_window_are_read_and_written_and_a_short_text_has_fewer():
 def test_the_page_shows_what_the_tool_prints():
     page = (ROOT / "docs/how-to/gpu.md").read_text()
     assert gpu_costs.table() in page
+
+
+@pytest.mark.parametrize("shape", LLAMAS, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("length", [32768, 131072])
+def test_the_page_of_a_model_that_falls_apart_has_its_memory(shape, length):
+    page = (ROOT / "docs/how-to/falls-apart.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {shape.name} |") and f" {length:,} " in line]
+    cells = [cell.strip() for cell in row.split("|")[2:-2]]
+    layers, kv_heads, head_dim = map(int, cells[0].split(", "))
+    assert (layers, kv_heads, head_dim) == (shape.layers, shape.kv_heads, shape.head_dim)
+    cache = 2 * layers * kv_heads * head_dim * length * 2  # keys and values, two bytes a number
+    assert cells[2:5] == [f"{count / 2**30:.2g} GiB" for count in (shape.weights, cache, shape.weights + cache)]

@@ -1,1 +1,3 @@
-"""The executors: each file is a way to compute a call, with `supports`, the reason why it cannot, and `attend`."""
+"""The executors, one file each. `attend` computes a call; `supports` gives the reason why it cannot, or an empty
+string.
+"""

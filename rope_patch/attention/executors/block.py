@@ -9,23 +9,25 @@ from rope_patch.attention.table import Executor
 
 
 def supports(problem: Problem) -> str:
-    """Why `attend` cannot compute a call; empty for one rotation plus a bias, in a dtype that holds the bias."""
+    """The reason why `attend` cannot compute a call, or an empty string: it takes one rotation plus a bias, in a dtype
+    that holds the bias.
+    """
     if problem.bias is None or problem.running_bias is not None:
-        return "it is for a bias by distance"
+        return "it needs a bias by distance"
     if not problem.fits_kernels:
         return NOT_PRODUCTS
     if problem.value.dtype not in (torch.float32, torch.float64):
         return f"{problem.value.dtype} would round the bias"
     branches = problem.rotated.branches
     if len(branches) > 1 or branches[0].region is not None:
-        return "it is for one region"
+        return "it needs a single region"
     if branches[0].key.shape[1] != branches[0].query.shape[1]:
         return "heads share keys"
     return ""
 
 
 def attend(problem: Problem) -> Output:
-    """Output of `reference.attend`, `(batch, heads, q_len, value_dim)`, bit for bit as T5 computes it under `sdpa`."""
+    """Compute what `reference.attend` does, `(batch, heads, q_len, value_dim)`, bit for bit as T5 does under `sdpa`."""
     (branch,) = problem.rotated.branches
     m, n = problem.query_positions[:, :, None], problem.key_positions[:, None, :]
     assert problem.bias is not None  # for the type checker: see `supports`

@@ -13,12 +13,12 @@ SCORES_PER_BLOCK = 2**22  # maximum number of scores of one head in a block of q
 
 
 def supports(problem: Problem) -> str:
-    """Empty: the definition computes every call."""
+    """Return an empty string: the definition computes every call."""
     return ""
 
 
 def attend(problem: Problem) -> Output:
-    """Output of `reference.attend`, `(batch, heads, q_len, value_dim)`, without weights.
+    """Compute what `reference.attend` does, `(batch, heads, q_len, value_dim)`, without the weights.
 
     If gradients are needed, the backward pass recomputes each block, so that its scores are not kept.
     """

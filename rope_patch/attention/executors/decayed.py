@@ -1,4 +1,4 @@
-"""Blocks of queries, between which scores decay: within one, queries grow and keys decay, see `Decay`."""
+"""Attention whose scores decay, in blocks of queries: within a block, queries grow and keys decay, see `Decay`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from rope_patch.attention.table import Executor
 
 
 def supports(problem: Problem) -> str:
-    """Why a call is not cut into blocks for its decay; empty if it has one, and more queries than a block."""
+    """The reason why a call is not cut into blocks for its decay, or an empty string if its scores decay over more than
+    one block of queries.
+    """
     if problem.decay is None:
         return "scores do not decay"
-    return "it is one block, whose states have decayed" if problem.rotated.decay is None else ""
+    return "the queries are one block, and the decay is in its states" if problem.rotated.decay is None else ""
 
 
 def attend(problem: Problem) -> Output:

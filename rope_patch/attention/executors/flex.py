@@ -27,10 +27,10 @@ from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Identity
 
 Shared = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""`Forward.shared`."""
+"""The type of `Forward.shared`."""
 
 ScoreMod = Callable[..., torch.Tensor]
-"""The score of a query and a key from the score before, and the numbers of row, head, query and key."""
+"""A function that changes the score of a pair, given the indices of its row, head, query and key."""
 
 Condition = tuple[torch.Tensor, torch.Tensor]
 """Integers of the queries, `(batch or 1, q_len)`, and of the keys, `(batch or 1, heads or 1, kv_len)`: a query sees a
@@ -38,10 +38,10 @@ key if its number is at least the key's.
 """
 
 BLOCK = 128
-"""Queries and keys of a block that is left out where no query sees a key: the default of FlexAttention."""
+"""Block size in queries and keys, FlexAttention's default; a block in which no query sees a key is skipped."""
 
 BEYOND = 2**62
-"""More than any number in a condition, and one that a float holds."""
+"""A number beyond any in a condition, which a float can hold."""
 
 
 def attend(problem: Problem) -> Output:
@@ -64,7 +64,9 @@ def attend(problem: Problem) -> Output:
 
 
 def supports(problem: Problem) -> str:
-    """Why FlexAttention cannot compute a call; empty if it can, and equalled the definition when it was tried."""
+    """The reason why FlexAttention cannot compute a call, or an empty string if it can and equalled the definition when
+    it was tried.
+    """
     if problem.compiling:
         return "a compiled model calls one operator"
     if problem.turner is None:
@@ -77,7 +79,7 @@ def supports(problem: Problem) -> str:
         return "the mask is added to the scores"
     query, key, value = cast(torch.Tensor, problem.query), cast(torch.Tensor, problem.key), problem.value
     if not query.dtype == key.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return "states differ in dtype, or have one that it does not compute"
+        return "states differ in dtype, or have a dtype that it does not support"
     if not 16 <= min(widths := (query.shape[-1], value.shape[-1])) <= max(widths) <= 256:
         return "heads are narrower than 16 or wider than 256"
     if value.is_cpu:
@@ -91,14 +93,14 @@ NO_GRADIENTS = "FlexAttention has no gradients on a CPU"
 
 
 def _differentiable(problem: Problem) -> bool:
-    """Whether a gradient must flow into anything."""
+    """Whether any input of a call needs a gradient."""
     leaves = problem.key, problem.value, problem.sinks, problem.running_bias
     wanted = any(x is not None and x.requires_grad for x in leaves)
     return problem.differentiable or (torch.is_grad_enabled() and wanted)
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for, besides dtype and widths.
+    """The facts, besides dtype and widths, for which a kernel is compiled.
 
     Attributes:
         bias: by distance: `""`, `"slopes"` for a multiple of the distance on either side, or `"table"`.
@@ -116,7 +118,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Kind:
-        """The kind of a call."""
+        """Derive the kind from a call."""
         bias, sums, gradients = problem.bias, problem.running_bias, torch.is_grad_enabled()
         learned = (bias is not None and bias.learned) or (sums is not None and sums.requires_grad)
         form = "" if bias is None else "slopes" if bias.linear else "table"
@@ -141,7 +143,7 @@ def _by_flex(
 
 
 MOST_KERNELS = 256
-"""Kernels that are kept: PyTorch keeps 8 by default, and would then score all pairs without a kernel."""
+"""The number of kernels that are kept: PyTorch keeps 8 by default, and would then score all pairs without one."""
 
 
 def _kernel(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -159,7 +161,7 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _merged(outputs: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], sinks: torch.Tensor | None) -> torch.Tensor:
-    """Outputs of disjoint keys by the shares of their log-sum-exp; sinks are a part without values."""
+    """Merge outputs of disjoint keys by their log-sum-exp; sinks count as keys without values."""
     if len(outputs) == 1 and sinks is None:
         return outputs[0]
     if sinks is not None:
@@ -174,7 +176,7 @@ def _merged(outputs: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], sinks
 
 
 def _score_mod(call: Problem, first: int, shared: Shared) -> ScoreMod | None:
-    """All terms of the scores of the keys from the slot `first` on, in order; None without any."""
+    """Compose all terms of the scores, in order, for the keys from slot `first` on; None without any term."""
     terms: list[ScoreMod] = []
     batch, heads = call.branches[0].query.shape[:2]
     if call.softcap is not None:
@@ -209,7 +211,7 @@ def _softcap(cap: torch.Tensor) -> ScoreMod:
 
 
 def _by_slopes(sides: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> ScoreMod:
-    """A multiple of the distance, by its values at the distances -1, 0 and 1, `(heads, 3)`."""
+    """Add a multiple of the distance, given its values at the distances -1, 0 and 1, `(heads, 3)`."""
 
     def term(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         distance = m[b, q] - n[b, h, k]
@@ -219,13 +221,13 @@ def _by_slopes(sides: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> ScoreMo
 
 
 def _by_table(table: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> ScoreMod:
-    """Values by distance, `(heads, distances)`."""
+    """Add the value that a table `(heads, distances)` has for the distance."""
     return lambda score, b, h, q, k: score + table[h, m[b, q] - n[b, h, k]]
 
 
 def _by_sums(sums: torch.Tensor, queries: slice, keys: slice) -> ScoreMod:
-    """c_m - c_n of float64 sums, each as a float32 number and what that lacks: a difference of near sums is exact. A
-    gradient flows through c_n alone; that of c_m is known without the kernel.
+    """Add c_m - c_n of float64 sums, each split into a float32 number and its remainder, so that a difference of near
+    sums is exact. A gradient flows through c_n alone; the gradient of c_m is known without the kernel.
     """
     high = sums.float()
     rest = (sums - high).detach().float()
@@ -240,17 +242,17 @@ def _by_sums(sums: torch.Tensor, queries: slice, keys: slice) -> ScoreMod:
 
 
 def _numbers(m: torch.Tensor, n: torch.Tensor, batch: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions as a kernel reads them, `(batch, q_len)` and `(batch, heads, kv_len)`, int32."""
+    """Positions of queries and keys as a kernel reads them, `(batch, q_len)` and `(batch, heads, kv_len)`, int32."""
     return m.int().expand(batch, -1), _of_heads(n.int(), heads).expand(batch, heads, -1)
 
 
 def _of_heads(n: torch.Tensor, heads: int) -> torch.Tensor:
-    """Positions of keys, `(batch or 1, heads or 1, kv_len)`."""
+    """Repeat positions of keys for the query heads, `(batch or 1, heads or 1, kv_len)`."""
     return n[:, None] if n.ndim == 2 else n.repeat_interleave(heads // n.shape[1], dim=1)
 
 
 def _reach(m: torch.Tensor, n: torch.Tensor) -> tuple[int, int]:
-    """The smallest and the largest distance of a call. The host waits for them, once in a forward."""
+    """The smallest and the largest distance of a call. Reading them synchronises with the device, once in a forward."""
     least, most = torch.stack([m.amin() - n.amax(), m.amax() - n.amin()]).tolist()
     return least, most
 
@@ -299,7 +301,7 @@ def block_mask(
 
 
 def _conditions_of_region(m: torch.Tensor, n: torch.Tensor, region: Region) -> list[Condition]:
-    """The bounds of a region that are finite."""
+    """Express the finite bounds of a region as conditions on pairs of a query and a key."""
     here, there = (x.div(region.chunk, rounding_mode="floor") for x in (m, n))
     conditions = []
     if region.start > -math.inf:
@@ -312,7 +314,9 @@ def _conditions_of_region(m: torch.Tensor, n: torch.Tensor, region: Region) -> l
 
 
 def _conditions_of_slots(sees: Visibility, device: torch.device) -> list[Condition]:
-    """Causality and groups: a query sees keys of its own group, a pad sees all tokens, and no token sees a pad."""
+    """Express causality and segment ids as conditions: a query sees keys of its own group, a pad sees all tokens, and
+    no token sees a pad.
+    """
     conditions, queries = [], torch.arange(sees.q_length, device=device) + sees.query_start
     if sees.causal:
         conditions.append((queries[None], torch.arange(sees.kv_length, device=device)[None, None]))
@@ -324,8 +328,9 @@ def _conditions_of_slots(sees: Visibility, device: torch.device) -> list[Conditi
 
 
 def _blocks(conditions: Sequence[Condition], mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """In which blocks a query may see a key, and in which every query sees every key, both boolean, `(batch or 1, heads
-    or 1, blocks of queries, blocks of keys)`. A block that is not full of queries and keys does not count as whole.
+    """Two boolean maps of blocks, `(batch or 1, heads or 1, blocks of queries, blocks of keys)`: blocks in which some
+    query sees a key, and blocks in which every query sees every key. A block that is not full of queries and keys does
+    not count as whole.
     """
     some, whole = [], []
     for of_queries, of_keys in conditions:
@@ -341,12 +346,12 @@ def _blocks(conditions: Sequence[Condition], mask: torch.Tensor | None) -> tuple
 
 
 def _in_blocks(x: torch.Tensor, fill: int) -> torch.Tensor:
-    """The last axis in blocks, `(..., blocks, BLOCK)`, filled up by a number."""
+    """Split the last axis into blocks, `(..., blocks, BLOCK)`, padded with a number."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK), value=fill).unflatten(-1, (-1, BLOCK))
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of true blocks in each row, and the places of all of them, the true ones first."""
+    """The number of true blocks in each row, and the indices of all blocks, the true ones first."""
     numbers = blocks.int()
     return numbers.sum(dim=-1, dtype=torch.int32), numbers.argsort(dim=-1, descending=True, stable=True).int()
 
@@ -371,8 +376,8 @@ def _mask_mod(
 
 
 def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, kind: Kind) -> Comparisons:
-    """FlexAttention and the definition on a call of several blocks behind a cache: two regions, by which their outputs
-    are merged; pads, a skip, and the terms of a kind. A GPU compiles it for some seconds to a minute.
+    """Compare FlexAttention with the definition on a call of several blocks behind a cache: two regions, whose outputs
+    are merged, pads, a skip, and the terms of a kind. A GPU compiles it for some seconds to a minute.
     """
     with (
         torch.inference_mode(False),
@@ -393,7 +398,7 @@ def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim
 def _tried(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, kind: Kind
 ) -> tuple[Problem, dict[str, torch.Tensor]]:
-    """The call of a trial, and what it is differentiated by."""
+    """The call of a trial, and the tensors whose gradients it compares."""
     random, start, length = torch.Generator().manual_seed(0), 50, 200
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -442,7 +447,7 @@ def _tried(
 
 
 objection = Trial("FlexAttention", _compared, tolerance=0.03)
-"""Why FlexAttention is not used on a device for a dtype, two widths and a `Kind`; empty if it equals the definition."""
+"""The reason why FlexAttention is not used on a device for a dtype, two widths and a `Kind`, or an empty string."""
 
 EXECUTOR = Executor(
     "flex",

@@ -25,7 +25,9 @@ def attend(problem: Problem) -> Output:
 
 
 def supports(problem: Problem) -> str:
-    """Why the kernels cannot compute a call; empty if they can, and equalled the definition when they were tried."""
+    """The reason why the kernels cannot compute a call, or an empty string if they can and equalled the definition when
+    they were tried.
+    """
     if problem.compiling:
         return "a compiled model calls one operator"
     if problem.turner is None:
@@ -38,12 +40,12 @@ def supports(problem: Problem) -> str:
 
 
 def unsupported(problem: Problem, call: Fused) -> str:
-    """Why the kernels cannot compute a call; empty if they can."""
+    """The reason why the kernels cannot compute a call, whatever their trial says, or an empty string."""
     queries, value, mask = call.queries, problem.value, problem.mask
     tables = [x for table in (*call.query_tables, *call.key_tables) if table is not None for x in table]
     one_query = problem.q_length == 1
     if not queries.dtype == call.keys.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return "states differ in dtype, or have one that it does not compute"
+        return "states differ in dtype, or have a dtype that it does not support"
     if max(queries.shape[-1], value.shape[-1]) > 256:
         return "heads are wider than 256"
     if problem.content is not None or problem.dropout != 0.0:
@@ -57,15 +59,15 @@ def unsupported(problem: Problem, call: Fused) -> str:
     if not (problem.bias is None or call.in_order or is_slope(problem, problem.bias)):
         return "positions skip, and a bias counts them"
     if any(x.requires_grad for x in tables):
-        return "the rotation wants a gradient"
+        return "the rotation needs a gradient"
     return objection(queries.device, queries.dtype, queries.shape[-1], value.shape[-1], torch.is_grad_enabled())
 
 
 def _compared(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, gradients: bool = True
 ) -> Comparisons:
-    """The kernels and the definition on small calls. With gradients they are compiled for half a minute, once: Triton
-    keeps them on disk.
+    """Compare the kernels with the definition on small calls. With gradients they are compiled for half a minute, once:
+    Triton keeps them on disk.
     """
     sizes = (device, dtype, head_dim, value_dim, gradients)
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(device.type, enabled=False):
@@ -84,7 +86,7 @@ def _tried(
     value_dim: int,
     gradients: bool,
 ) -> Comparisons:
-    """A call with two regions, one of which rotates keys, by the kernels and by the definition."""
+    """Compute a call with two regions, one of which rotates keys, by the kernels and by the definition."""
     random = torch.Generator().manual_seed(0)
 
     def states(heads: int, length: int, dim: int) -> torch.Tensor:
@@ -111,8 +113,8 @@ def _tried(
 
 
 objection = Trial("The Triton kernel for all regions", _compared, tolerance=0.03)
-"""Why the kernels are not used for states on a device, of a dtype and two widths, with gradients or without; empty if
-they equal the definition.
+"""The reason why the kernels are not used on a device for a dtype and two widths, with gradients or without, or an
+empty string.
 """
 
 
@@ -120,7 +122,7 @@ they equal the definition.
 
 
 class Blocks(NamedTuple):
-    """Rows and keys of a block, warps and pipeline stages of a program."""
+    """Block sizes of rows and keys, and the number of warps and pipeline stages of a program."""
 
     rows: int
     keys: int
@@ -129,19 +131,19 @@ class Blocks(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """For the launch."""
+        """Keyword arguments for the launch of a Triton kernel."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 PROGRAMS = 264
-"""Programs that keep a GPU busy: with fewer, keys are split among more of them."""
+"""The number of programs that keep a GPU busy; if there are fewer, keys are split among more programs."""
 
 
 def blocks_for(
     dtype: torch.dtype, width: int, rows: int, regions: int, arch: str, sums: bool = False
 ) -> tuple[Blocks, Blocks, Blocks]:
-    """Blocks for forward and the gradients of queries and of keys, chosen by the registers and the shared memory that
-    they need as compiled (`benchmarks.registers`), not by speed.
+    """Block sizes for the forward and for the gradients of queries and of keys, chosen by the registers and the shared
+    memory that they need as compiled (`benchmarks.registers`), not by speed.
 
     Args:
         dtype: of the states.
@@ -162,7 +164,7 @@ def blocks_for(
     else:
         chosen = [(64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 2)]
     forward, of_queries, of_keys = (Blocks(*each) for each in chosen)
-    if (few := max(16, 1 << (rows - 1).bit_length())) < forward.rows:  # in decoding
+    if (few := max(16, 1 << (rows - 1).bit_length())) < forward.rows:  # few rows, as in decoding
         forward = Blocks(few, 64 if half and width <= 128 else 32, 8, min(forward.stages, 2))
     return forward, of_queries, of_keys
 
@@ -304,7 +306,7 @@ def described(
 
     query, key, value, values, sinks, sums = tensors
     kv_length, groups = key.shape[2], problem.groups
-    if problem.mask is not None:  # of one query
+    if problem.mask is not None:  # a mask of one query
         groups = torch.where(problem.mask[:, 0, 0], 0, -1)
     in_table = values is not None and values.ndim == 2
     given = Given(
@@ -350,7 +352,7 @@ def _first_key(problem: Problem, call: Fused) -> int | torch.Tensor:
 def _rotated(
     x: torch.Tensor, tables: Sequence[Tables | None], partner: torch.Tensor | None, first: int | torch.Tensor = 0
 ) -> list[torch.Tensor]:
-    """States rotated by each of the tables, from the slot `first` on."""
+    """Rotate states by each of the tables, from slot `first` on."""
     distinct = {id(table): table for table in tables if table is not None}
     made = _rotate([x] * len(distinct), list(distinct.values()), partner, first) if distinct else []
     rotated = {id(None): x, **dict(zip(distinct, made, strict=True))}
@@ -360,7 +362,7 @@ def _rotated(
 def _rotated_back(
     grads: list[torch.Tensor], tables: Sequence[Tables | None], partner: torch.Tensor | None
 ) -> torch.Tensor:
-    """The gradient of states from those of `_rotated`."""
+    """The gradient of the states, from the gradients of what `_rotated` returned."""
     return grads[0] if tables == (None,) else _rotate(grads, tables, partner, back=True)[0]
 
 
@@ -382,7 +384,7 @@ def _rotate(
 
 
 TOKENS = 32
-"""In a block of a rotation."""
+"""Tokens in a block of a rotation."""
 
 
 EXECUTOR = Executor(

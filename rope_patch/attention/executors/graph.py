@@ -1,4 +1,4 @@
-"""Attention as one operator, for compiled graphs: inside it values are known, and the paths of eager mode apply.
+"""Attention as one operator for compiled graphs: inside the operator values are known, and the eager paths apply.
 
 The spans are an operator of their own: a compiler computes equal calls once, so layers that share a mask share them.
 """
@@ -62,7 +62,7 @@ class _Arguments(NamedTuple):
 
     @property
     def bias(self) -> TileBias | None:
-        """The bias by distance or by running sums."""
+        """Rebuild the bias by distance or by running sums from its `source`; None without one."""
         if self.source is None:
             return None
         if self.source.ndim == 3:
@@ -70,7 +70,7 @@ class _Arguments(NamedTuple):
         return DiagonalTerm(self.source, 0 if self.causal else 1 - self.value.shape[2])
 
     def problem(self) -> Problem:
-        """The call of eager mode, with the decay and with spans that are known already."""
+        """Rebuild the eager call, with its decay, and with the spans if they are known."""
         numbers = [self.regions[i : i + 4] for i in range(0, len(self.regions), 4)]
         regions = [
             Region(Identity(), Identity(), start, stop, int(chunk), below) for start, stop, chunk, below in numbers
@@ -128,8 +128,8 @@ class _Arguments(NamedTuple):
 
 
 def supports(problem: Problem) -> str:
-    """Why the operator cannot compute a call; empty if it can. It knows no maps of regions, by which a decay counts,
-    and no gradient flows into a mask.
+    """The reason why the operator cannot compute a call, or an empty string. It has no position maps of regions, by
+    which a decay counts, and no gradient flows into a mask.
     """
     if not problem.compiling:
         return "it is for compiled models"
@@ -138,7 +138,7 @@ def supports(problem: Problem) -> str:
     if not has_terms(problem):
         return "running sums stand beside a bias that is not linear, or tokens see later keys"
     if problem.mask is not None and problem.mask.requires_grad:
-        return "the mask wants a gradient"
+        return "the mask needs a gradient"
     call = problem.rotated
     if call.decay is not None and any(branch.region is not None for branch in call.branches):
         return "scores decay by the positions of a region, and there are many queries"
@@ -146,7 +146,9 @@ def supports(problem: Problem) -> str:
 
 
 def attend(problem: Problem) -> Output:
-    """Output `(batch, heads, q_len, value_dim)` while compiling. Inside the operator the table is asked anew."""
+    """Compute the output `(batch, heads, q_len, value_dim)` while compiling. Inside the operator the table chooses
+    again.
+    """
     call = problem.rotated.as_causal
     decay, bias, start, mask = call.decay, _term(call), call.query_start, call.mask
     if not isinstance(start, torch.Tensor):
@@ -180,7 +182,7 @@ EXECUTOR = Executor("graph", "one operator of a compiled model, which chooses in
 
 
 def _term(problem: Problem) -> TileBias | None:
-    """`tile_bias`, but a multiple of the distance counts positions: in a graph nobody knows whether they skip."""
+    """Like `tile_bias`, but a multiple of the distance counts positions: a graph does not know whether they skip."""
     bias = problem.bias
     if bias is None or not (bias.linear and problem.causal):
         return tile_bias(problem)
@@ -201,19 +203,21 @@ bool scattered, str mode, bool gradient, bool learns"""
 
 
 def _scores(problem: Problem) -> torch.Tensor:
-    """The output of a problem, by the table of eager mode."""
+    """Compute the output of a problem by the executor that the table chooses in eager mode."""
     return (decayed.attend(problem) if problem.decay is not None else paths.score(problem))[0]
 
 
 def _by_pieces(problem: Problem) -> bool:
-    """Whether the log-sum-exp of pieces is kept for the gradients. Under a decay each block has its own."""
+    """Whether `merged` scores the call, so that its log-sum-exp is kept for the gradients. Under a decay each block has
+    its own.
+    """
     return problem.decay is None and not paths.MERGED.reason(problem)
 
 
 @library.custom_op("rope_patch::attend", mutates_args=(), schema=f"{_SCHEMA}) -> (Tensor, Tensor)")
 def _attend(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `(batch, q_len, heads, value_dim)`, and its log-sum-exp where gradients are computed by pieces; else
-    zeros, which nobody reads.
+    """The output `(batch, q_len, heads, value_dim)` and its log-sum-exp, which is zeros that nobody reads unless
+    gradients are computed by pieces.
     """
     arguments = _Arguments(*args)
     problem = arguments.problem()
@@ -258,7 +262,7 @@ def _like_differentiable(*args: Any) -> list[torch.Tensor]:
 
 
 def _differentiated(arguments: _Arguments, grad: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of a call without pieces, which computes its output again."""
+    """Gradients of a call without pieces: the output is computed again and differentiated."""
     fresh = [tensor.detach().requires_grad_() for tensor in arguments.differentiable]
     count = len(arguments.states)
     value, states, source = fresh[0], fresh[1 : 1 + count], fresh[1 + count :]
@@ -303,7 +307,9 @@ _COLUMNS = 10  # numbers of a span in the result of `_spans`
     schema="(Tensor positions, Tensor? mask, Tensor? groups, Tensor start, int rows, bool causal) -> Tensor",
 )
 def _spans(positions: Any, mask: Any, groups: Any, start: Any, rows: int, causal: bool) -> torch.Tensor:
-    """The result of `find_spans`, `(1 + most, 10)`: their number, or -1 for None, and a row for each."""
+    """Encode the result of `find_spans` as a table `(1 + most, 10)`: the number of spans, or -1 for None, then a row
+    for each.
+    """
     table = _no_spans(positions, mask, groups, start, rows, causal)
     spans = find_spans(positions, mask, groups, int(start), rows, causal)
     if spans is None or len(spans) >= len(table):
@@ -323,7 +329,7 @@ def _no_spans(positions: Any, mask: Any, groups: Any, start: Any, rows: int, cau
 
 
 def _decoded(table: torch.Tensor, causal: bool) -> tuple[Span, ...] | None:
-    """The result of `find_spans` from that of `_spans`."""
+    """Decode the table of `_spans` into what `find_spans` returns."""
     count = int(table[0, 0])
     if count < 0:
         return None

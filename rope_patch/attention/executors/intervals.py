@@ -1,5 +1,5 @@
-"""One call of a kernel of interval masks for each region, merged by log-sum-exp: chunks, packed rows and pads need no
-tiles.
+"""Attention by a kernel of interval masks, called once per region and merged by LSE: chunks, packed rows and pads need
+no tiles.
 
 The kernels are those of `cudnn.flex_attention` in `nvidia-cudnn-frontend` 1.32 (extra `gpu`), for compute capability
 9.0, 10.0 and 10.3. They are compiled for about a minute at their first use in a process, forward and backward. No GPU
@@ -27,7 +27,7 @@ from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities that the kernels are for."""
+"""Compute capabilities that the kernels support."""
 
 
 def attend(problem: Problem) -> Output:
@@ -39,7 +39,9 @@ def attend(problem: Problem) -> Output:
 
 
 def supports(problem: Problem) -> str:
-    """Why the kernels cannot compute a call; empty if they can, and equalled the definition when they were tried."""
+    """The reason why the kernels cannot compute a call, or an empty string if they can and equalled the definition when
+    they were tried.
+    """
     value = problem.value
     if reason := missing(value.device):
         return reason
@@ -55,9 +57,9 @@ def supports(problem: Problem) -> str:
     if any(state.dtype != value.dtype for state in problem.rotated.states()) or value.dtype not in HALF:
         return "states differ in dtype, or are not in half precision"
     if (head_dim, value_dim) not in ((192, 128), (256, 256)) and not (_is_narrow(head_dim) and _is_narrow(value_dim)):
-        return "heads have widths that the kernels do not compute"
+        return "heads have widths that the kernels do not support"
     if _runs(problem) is None:
-        return "the mask, or the positions, leave some query keys in many places"
+        return "the mask or the positions give some query keys in many places"
     return objection(value.device, value.dtype, head_dim, value_dim)
 
 
@@ -66,7 +68,7 @@ def _is_narrow(width: int) -> bool:
 
 
 def missing(device: torch.device) -> str:
-    """Why there are no such kernels on a device; empty if there are."""
+    """The reason why a device has no interval-mask kernels, or an empty string."""
     if device.type != "cuda":
         return "it is for GPUs"
     if importlib.util.find_spec("cudnn") is None:
@@ -107,7 +109,9 @@ def _plans(problem: Problem, call: Problem) -> list[Any]:
 
 
 class _Intervals(torch.autograd.Function):
-    """As `merged`: the backward of each region, called with the merged output and log-sum-exp, is its exact share."""
+    """One call of the interval-mask kernel per region, merged by LSE. As in `merged`, the backward of each region,
+    called with the merged output and log-sum-exp, is its exact share of the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Problem, plans: list[Any], value: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
@@ -154,7 +158,7 @@ class _Intervals(torch.autograd.Function):
 def _by_definition(
     ctx: Any, grad: torch.Tensor, value: torch.Tensor, states: list[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of values and states in a form that can be differentiated again."""
+    """Gradients of values and states, computed by the definition so that they can be differentiated again."""
     # one state may follow from another, as rotated keys from those of another region
     value, *states = (x.view_as(x) for x in (value, *states))
     pairs = zip(ctx.places, states[::2], states[1::2], strict=True)
@@ -167,7 +171,7 @@ def _by_definition(
 
 
 def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Comparisons:
-    """The kernels and the definition on two rows, one padded and one packed, with distance in chunks."""
+    """Compare the kernels with the definition on two rows, one padded and one packed, with distance in chunks."""
     random = torch.Generator().manual_seed(0)
 
     def states(heads: int, dim: int) -> torch.Tensor:
@@ -192,24 +196,24 @@ def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim
 
 
 objection = Trial("The kernels of interval masks", _compared, tolerance=0.03)
-"""Why the kernels are not used for states on a device, of a dtype and two widths; empty if they were right."""
+"""The reason why the kernels are not used on a device for a dtype and two widths, or an empty string."""
 
 LOWEST = torch.finfo(torch.float32).min
-"""The log-sum-exp of no keys while regions are merged: two infinite ones have no difference."""
+"""The log-sum-exp that stands for no keys in a merge, because the difference of two infinities is NaN."""
 
 FEW = 16
-"""So many pairs of a span and a region `merged` scores in few tiles."""
+"""The number of pairs of a span and a region up to which `merged` scores a call in few tiles."""
 
 
 def in_few_tiles(problem: Problem) -> str:
-    """Why other executors are preferred: they start without compiling, and the tiles of `merged` are large unless
-    regions are chunks, or rows are of many documents.
+    """The reason why other executors are preferred, or an empty string: they start without compiling, and the tiles of
+    `merged` are large unless regions are chunks, or rows have many documents.
     """
     turner = cast(Turner, problem.turner)
     if problem.compiling:
         return ""
     if not problem.differentiable:
-        return "its kernels are compiled for a minute, which is for training"
+        return "its kernels take a minute to compile, which pays in training alone"
     in_chunks = any(region.chunk > 1 for region in turner.regions)
     if problem.scattered or in_chunks or problem.spans is None:
         return ""

@@ -38,7 +38,9 @@ FEW = 8  # up to this many rows, a product that reads the keys row by row is up 
 
 
 def supports(problem: Problem) -> str:
-    """Why `attend` cannot compute a call; empty if it can: for a few queries behind the keys of a cache."""
+    """The reason why `attend` cannot compute a call, or an empty string: it takes a few queries behind the keys of a
+    cache.
+    """
     decay = problem.decay
     if problem.turner is None:
         return "its states are rotated already"
@@ -79,7 +81,7 @@ def attend(problem: Problem) -> Output:
         return traced.attend(problem), None
     query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
     problem.plan = _plan(problem)
-    with torch.no_grad():  # what writes into memory has no gradient, and none is wanted
+    with torch.no_grad():  # results are written into memory, which has no gradient, and none is wanted
         return problem.plan.attend(query, key, problem.value), None
 
 
@@ -98,7 +100,7 @@ EXECUTOR = Executor("joined", "pieces side by side, one softmax", supports, atte
 
 @dataclass(frozen=True)
 class Term:
-    """A piece of a plan, and what its keys and scores need.
+    """One piece of a plan: how its keys are prepared, and the term that is added to its scores.
 
     Attributes:
         piece: all queries of the call against a run of slots.
@@ -113,8 +115,9 @@ class Term:
     added: torch.Tensor | None
 
     def keys(self, keys: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Keys of the piece, prepared, `(rows * kv_heads, slots, head_dim)`, of all `keys` of the rows, `(rows,
-        kv_heads, kv_len, head_dim)`; `flat` are these in one batch axis.
+        """Keys of the piece, rotated, decayed and flattened to `(rows * kv_heads, slots, head_dim)`. They are taken
+        from all `keys` of the rows, `(rows, kv_heads, kv_len, head_dim)`; `flat` has the same keys with rows and heads
+        in one axis.
         """
         if self.prepare is None:
             return narrowed(flat, self.piece.keys)
@@ -123,8 +126,9 @@ class Term:
 
 @dataclass(frozen=True)
 class SlotRows:
-    """Rows of the batch whose regions begin at the same slots, with their terms, oldest slots first; and which queries
-    see no key, because a bias hides all: `(rows * kv_heads or 1, group * q_len or 1, 1)`, None if it cannot.
+    """Rows of the batch whose regions begin at the same slots, with their terms, oldest slots first. `blind` marks the
+    queries that see no key because a bias hides all, `(rows * kv_heads or 1, group * q_len or 1, 1)`; None if there can
+    be none.
     """
 
     rows: slice
@@ -133,13 +137,13 @@ class SlotRows:
 
     @functools.cached_property
     def joined(self) -> tuple[slice, ...]:
-        """The slots of all pieces, with adjacent ones joined."""
+        """The slots of all pieces, with adjacent runs joined."""
         return tuple(_joined([term.piece.keys for term in self.terms]))
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How a few queries are scored, for one layer after the other.
+    """A plan for the scores of a few queries, which one layer after the other carries out.
 
     Attributes:
         rotate: rotates queries `(batch, heads, q_len, head_dim)` for each region; queries that share keys become the
@@ -173,7 +177,9 @@ class SlotPlan:
 
 
 def _holds_scores(value: torch.Tensor) -> bool:
-    """Whether products have a dtype that holds scores; in half precision only the kernel keeps them in float32."""
+    """Whether products in the dtype of the values can hold scores; in half precision only a kernel keeps them in
+    float32.
+    """
     return value.dtype in (torch.float32, torch.float64)
 
 
@@ -208,7 +214,7 @@ def _by_one_softmax(
     value: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """The scores of all pieces side by side.
+    """Attention with the scores of all pieces side by side and one softmax over them.
 
     Shape:
         queries, for each region, `(rows * kv_heads, head_dim, group * q_len)`; keys `(rows, kv_heads, kv_len,
@@ -237,7 +243,7 @@ def _score(
     out: torch.Tensor,
     by_row: bool,
 ) -> None:
-    """Scaled products plus `Term.added` in one kernel, into `out`, which is a part of a `Room`."""
+    """Write scaled products plus `Term.added` into `out`, a slice of a `Room`, by one kernel."""
     left, right = (keys, queries) if by_row else (queries.mT, keys.mT)
     if added is None and scaling == 1:
         torch.bmm(left, right, out=out)
@@ -248,7 +254,7 @@ def _score(
 
 
 def _joined(runs: list[slice]) -> Iterator[slice]:
-    """Runs of slots, with adjacent runs joined."""
+    """Join adjacent runs of slots."""
     start = runs[0].start
     for run, following in itertools.zip_longest(runs, runs[1:]):
         if following is None or following.start != run.stop:
@@ -259,7 +265,7 @@ def _joined(runs: list[slice]) -> Iterator[slice]:
 def _by_kernel(
     some: SlotRows, queries: tuple[torch.Tensor, ...], keys: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Like `_by_one_softmax`, but a call of the platform's kernel for each piece, merged by log-sum-exp."""
+    """Like `_by_one_softmax`, but one call of the platform's kernel per piece, merged by LSE."""
     kernel = kernel_for(value, value, masked=any(term.added is not None for term in some.terms))
     out, lse, flat = None, None, keys.flatten(0, 1)
     for term in some.terms:
@@ -279,14 +285,14 @@ def _by_kernel(
 
 
 def _plan(problem: Problem) -> SlotPlan:
-    """How to score a few queries. It keeps no states.
+    """Plan how a few queries are scored. The plan keeps no states.
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
     turner, query = cast(Turner, problem.turner), cast(torch.Tensor, problem.query)
     by_rows = tuple(_slot_rows(problem, turner, *alike) for alike in _rows_alike(problem, turner))
     value, scaling = problem.value, problem.scaling
-    if not _holds_scores(value):  # nor the scaling
+    if not _holds_scores(value):  # products in half precision cannot hold scores, so queries are not scaled either
         return SlotPlan(turner.for_queries(query, value.shape[1])[0], by_rows, scaling)
     rotate, left = turner.for_queries(query, value.shape[1], scaling, beside=True)
     return SlotPlan(rotate, by_rows, left)
@@ -300,15 +306,17 @@ def _slot_rows(problem: Problem, turner: Turner, rows: slice, position: int) -> 
 
 
 def _blind(*added: torch.Tensor) -> torch.Tensor:
-    """`SlotRows.blind` for these terms. Whether there is such a query is not read: the host would wait. Its softmax may
-    be of nothing but -inf.
+    """Compute `SlotRows.blind` from the terms added to scores. It stays a tensor, because reading it would synchronise
+    with the device; the softmax of a blind query may be over nothing but -inf.
     """
     largest = functools.reduce(torch.maximum, (x.amax(dim=-1, keepdim=True) for x in added))
     return largest <= torch.finfo(largest.dtype).min / 2
 
 
 def _rows_alike(problem: Problem, turner: Turner) -> Iterator[tuple[slice, int]]:
-    """Runs of rows whose regions begin at the same slots, and the position of their first query."""
+    """Group neighbouring rows whose regions begin at the same slots; yield each group with the position of its first
+    query.
+    """
     if all(region.translation_invariant for region in turner.regions):
         yield EVERY, int(problem.query_start)  # any position will do
         return
@@ -327,13 +335,13 @@ def _first_positions(positions: torch.Tensor) -> list[int]:
 
 
 def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iterator[Term]:
-    """The pieces of some rows, oldest slots first, as far as regions allow, with their terms."""
+    """The pieces of some rows with their terms, oldest slots first as far as regions allow."""
     query, key, decay = cast(torch.Tensor, problem.query), cast(torch.Tensor, problem.key), problem.decay
     slot, regions = int(problem.query_start), turner.regions
     beside = _holds_scores(problem.value) and turner.by_matrix(query)
 
     def most(number: int) -> float:
-        """Rotated keys are computed a few at a time."""
+        """The largest number of keys in a piece: keys that must be rotated are prepared a block at a time."""
         rotates = decay is not None or turner.rotates(regions[number].key_map)
         slot = len(range(len(key))[rows]) * key.shape[1] * key.shape[-1] * key.element_size()  # bytes
         return max(1, BLOCK // slot) if key.is_cpu and rotates else math.inf
@@ -359,7 +367,7 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
 
 
 def _prepared(keys: torch.Tensor, decay: torch.Tensor | None, rotate: Rotate | None) -> torch.Tensor:
-    """Keys `(rows, kv_heads, slots, head_dim)` that decay, and rotate after that, in one batch axis."""
+    """Let keys `(rows, kv_heads, slots, head_dim)` decay, rotate them, and flatten rows and heads into one axis."""
     decayed = keys if decay is None else keys * decay
     rotated = decayed if rotate is None else rotate(decayed)
     return rotated.flatten(0, 1) if rotated.ndim == 4 else rotated
@@ -377,7 +385,7 @@ def _decayed(
     dtype: torch.dtype,
     head_dim: int,
 ) -> torch.Tensor:
-    """Decay of each pair of dimensions of the keys in the slots from `first` to below `stop` for the only query,
+    """Decay factors of the keys in the slots from `first` to below `stop`, for each dimension and the only query,
     `(batch or 1, 1, slots, head_dim)`.
     """
     m, n = query_positions.float(), key_positions[:, first:stop].float()
@@ -387,7 +395,7 @@ def _decayed(
 
 
 Place = tuple[int, int, Any, Any]
-"""First slot, the slot after the last, and likewise the rows of the batch."""
+"""Start and stop of a run of slots, then start and stop of rows of the batch."""
 
 
 def _added(
@@ -442,13 +450,13 @@ def _sum_of_terms(
 
 
 def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> torch.Tensor:
-    """`(batch or 1, heads or 1, q_len, slots)` in the shape of `Term.added`."""
+    """Reshape `(batch or 1, heads or 1, q_len, slots)` to the shape of `Term.added`."""
     if added.ndim == 2:
         added = added[None, None]
     if added.shape[:3] == (1, 1, 1):
         return added[0]
     group = heads // kv_heads
-    if added.shape[1] == 1:  # the same for all heads
+    if added.shape[1] == 1:  # one term for all heads
         added = added[:, :, None].expand(-1, kv_heads if len(added) > 1 else 1, group, -1, -1)
     else:
         added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)

@@ -41,7 +41,7 @@ def attend(problem: Problem) -> Output:
 
 
 def pieces(problem: Problem) -> int:
-    """The number of pieces that `attend` scores, those of all groups of heads."""
+    """The number of pieces that `attend` scores, over all groups of heads."""
     spans, call = problem.spans or (), problem.rotated.as_causal
     return sum(len(block.pieces) for _, blocks in _by_heads(call, spans, tile_bias(call)) for _, block in blocks)
 
@@ -53,8 +53,8 @@ larger blocks, so that they are mapped and faulted in again at every call.
 
 
 def supports(problem: Problem) -> str:
-    """The reason why a call is not scored region by region; empty if it is made of spans, in which every region and
-    every bias keep their shape.
+    """The reason why a call is not scored region by region, or an empty string if it is made of spans, in which every
+    region and every bias keep their shape.
     """
     if problem.compiling:
         return "a compiler traces the call, so that its spans are not known"
@@ -188,7 +188,7 @@ def _by_definition(
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads and the key heads that they share."""
+    """A slice of query heads, and the slice of key heads that they share."""
 
     heads: slice
     kv_heads: slice
@@ -204,7 +204,7 @@ class Block:
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces alone."""
+        """The pieces without their kernels."""
         return [piece for piece, _ in self.parts]
 
     @property
@@ -288,7 +288,7 @@ def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shar
 def _sums(
     into: list[tuple[torch.Tensor, int]], place: tuple[slice, ...], runs: list[tuple[int, tuple[slice, slice]]]
 ) -> list[_Sum]:
-    """A sum of gradients for each branch, or for all with one tensor; the `runs` of tiles name their branch."""
+    """One `_Sum` per branch, shared by branches with the same tensor; the `runs` of tiles name their branch."""
     alike = [next(n for n, (other, _) in enumerate(into) if other is state) for state, _ in into]
     sums = {
         n: _Sum(into[n][0][place], [run for branch, run in runs if alike[branch] == n], into[n][1]) for n in set(alike)
@@ -297,7 +297,7 @@ def _sums(
 
 
 def _close(sums: list[_Sum]) -> None:
-    """Write each into its gradient, and free it before the next heads allocate theirs."""
+    """Write each sum into its gradient, and free it before the next heads allocate theirs."""
     while sums:
         one = sums.pop()
         if one not in sums:
@@ -305,14 +305,14 @@ def _close(sums: list[_Sum]) -> None:
 
 
 def _distinct(states: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """Queries and keys of each branch in turn, once each, and the place of each state among those."""
+    """The distinct query and key tensors of the branches in turn, and the index of each branch's tensor among them."""
     names = [(place % 2, id(state)) for place, state in enumerate(states)]
     kept = dict(zip(names, states, strict=True))
     return list(kept.values()), [list(kept).index(name) for name in names]
 
 
 def _are_first(numbers: list[int]) -> list[bool]:
-    """For each state whether it is the first of its number, whose gradient is that of all."""
+    """Whether each state is the first with its number; the gradient of that one holds the gradients of all."""
     return [number not in numbers[:place] for place, number in enumerate(numbers)]
 
 
@@ -362,9 +362,9 @@ def _block(rows: slice, parts: list[tuple[Piece, Biased]]) -> Block:
 def _by_heads(
     call: Problem, spans: tuple[Span, ...], bias: TileBias | None, length: int | None = None
 ) -> Iterator[tuple[HeadGroup, list[tuple[HeadGroup, Block]]]]:
-    """All tiles of a call in groups of heads with key heads of their own. Each block has the heads that it is for: one,
-    if the bias of some head ends the reach of its queries, else the group. `length` is that of the largest result of a
-    tile, by default the longest block's.
+    """Yield groups of heads with all tiles of the call. Each block has its own heads: one head if the bias ends the
+    reach of some head's queries, else the whole group. `length` is the length of the largest result of a tile, by
+    default the longest block's.
     """
     branches, query, value = call.branches, call.branches[0].query, call.value
     reaches = _reaches(call, bias)
@@ -388,8 +388,8 @@ def _by_heads(
 
 
 def _reaches(call: Problem, bias: TileBias | None) -> list[int] | None:
-    """For each head, the distance from which keys weigh nothing because of a bias; None if all keys may weigh
-    something, or if a kernel gains nothing by fewer of them.
+    """The distance for each head from which keys weigh nothing because of a bias; None if all keys may weigh something,
+    or if a kernel gains nothing from fewer keys.
     """
     regions = [branch.region or ALL_PAIRS for branch in call.branches]
     sees_itself = any(region.start <= 0 < region.stop for region in regions)
@@ -406,8 +406,9 @@ def _reaches(call: Problem, bias: TileBias | None) -> list[int] | None:
 
 
 def head_groups(query: torch.Tensor, value: torch.Tensor, length: int) -> Iterator[HeadGroup]:
-    """Groups so small that each result of a tile of `length` queries or keys stays below `LARGE` bytes, but large
-    enough to keep every thread busy; one group on devices other than CPUs, where a call costs more than memory.
+    """Split the heads into groups so small that each result of a tile of `length` queries or keys stays below `LARGE`
+    bytes, but large enough to keep every thread busy; one group on devices other than CPUs, where a call costs more
+    than memory.
 
     Shape:
         query `(batch, heads, q_len, head_dim)`, value `(batch, kv_heads, kv_len, value_dim)`.

@@ -1,4 +1,4 @@
-"""The processor's products of bfloat16 matrices: a block of queries against all keys that it sees.
+"""Attention by the processor's products of bfloat16 matrices: a block of queries against all keys that it sees.
 
 Scores are rounded to bfloat16 before their softmax, which is float32: the error of the output is about twice that of
 flash, a quarter of the step between two bfloat16 numbers.
@@ -24,8 +24,9 @@ from rope_patch.attention.tile_kernels import Dense
 
 
 def supports(problem: Problem) -> str:
-    """Why a call is left to flash; empty for one that `merged` supports and that this processor's products score
-    faster and exactly enough: without gradients, and without a bias, which would be rounded with the scores.
+    """The reason why a call is left to flash, or an empty string. It takes calls that `merged` supports and that this
+    processor's products score faster and exactly enough: without gradients, and without a bias, which would be rounded
+    with the scores.
     """
     states = problem.rotated.states()
     if problem.compiling:
@@ -35,9 +36,9 @@ def supports(problem: Problem) -> str:
     if torch.is_grad_enabled() and any(state.requires_grad for state in states):
         return "gradients are wanted"
     if any(not state.is_cpu for state in states):
-        return "it is for processors"
+        return "it is for CPUs"
     if any(state.dtype != torch.bfloat16 for state in states):
-        return "it is for states that are all bfloat16"
+        return "it needs bfloat16 states"
     if not multiplies_bfloat16():
         return "this processor has no instructions for products of bfloat16 matrices"
     return merged.supports(problem)
@@ -55,7 +56,9 @@ def multiplies_bfloat16() -> bool:
 
 
 def with_tiles(problem: Problem) -> str:
-    """Why flash is preferred: on a processor with AMX, PyTorch's flash also multiplies in bfloat16."""
+    """The reason why flash is preferred, or an empty string: on a processor with AMX, PyTorch's flash also multiplies
+    in bfloat16.
+    """
     return "flash is faster on this processor, which has AMX" if _instructions().get("amx_bf16", False) else ""
 
 
@@ -107,7 +110,7 @@ def _fill(scores: torch.Tensor, block: Block, group: HeadGroup, problem: Problem
 
 
 def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of the values that a block sees, `(rows, heads, queries, value_dim)`."""
+    """Sum the values that a block sees, weighted by attention, `(rows, heads, queries, value_dim)`."""
     values = values[block.rows]
     weights_of = _per_kv_head(weights, values.shape[0] * values.shape[1])
     out = None
@@ -119,7 +122,7 @@ def _mean(weights: torch.Tensor, block: Block, values: torch.Tensor) -> torch.Te
 
 
 def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:
-    """Each tile of a block with its columns of the scores."""
+    """Pair each tile of a block with its columns of the scores."""
     start = 0
     for piece in block.pieces:
         stop = start + piece.width
@@ -128,7 +131,7 @@ def _columns(block: Block) -> Iterator[tuple[Piece, slice]]:
 
 
 def _per_kv_head(x: torch.Tensor, number: int) -> torch.Tensor:
-    """`(rows, heads, queries, columns)` as one matrix per key head, `(number, ..., columns)`, a view."""
+    """View `(rows, heads, queries, columns)` as one matrix per key head, `(number, ..., columns)`."""
     return x.view(number, -1, x.shape[-1])
 
 

@@ -12,7 +12,7 @@ from rope_patch.errors import UnsupportedPositions
 
 
 def supports(problem: Problem) -> str:
-    """Empty: the definition computes every call."""
+    """Return an empty string: the definition computes every call."""
     return ""
 
 
@@ -58,8 +58,9 @@ def attend(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scores(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """s(m, n) with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`, and which queries see a key, or
-    have an additive mask that hides all, boolean, broadcasting to it; None for all.
+    """The scores s(m, n), with hidden pairs at the lowest number, `(batch, heads, q_len, kv_len)`; and a boolean that
+    broadcasts to them, true for queries that see a key or whose additive mask hides all keys, or None if every query
+    does.
     """
     scores, covered = None, None
     for branch in problem.branches:
@@ -102,7 +103,7 @@ def _scores(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _bias(bias: DistanceBias, problem: Problem) -> torch.Tensor:
-    """b(m - n), `(batch or 1, heads, q_len, kv_len)`."""
+    """The bias b(m - n) for every pair, `(batch or 1, heads, q_len, kv_len)`."""
     distance = problem.m - problem.n
     if not problem.by_head:
         return bias.function(distance[:, 0]).transpose(0, 1)
@@ -110,14 +111,14 @@ def _bias(bias: DistanceBias, problem: Problem) -> torch.Tensor:
 
 
 def _products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """<q_m, k_n>; queries that share keys are rows of one product."""
+    """The products <q_m, k_n>, with the queries that share keys as rows of one matrix."""
     grouped = _per_kv_head(upcast(query), key.shape[1])
     products = grouped.flatten(2, 3) @ upcast(key).mT
     return products.unflatten(2, grouped.shape[2:4]).flatten(1, 2)
 
 
 def _per_kv_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """`(batch, heads, ...)` to `(batch, kv_heads, heads per kv head, ...)`."""
+    """Split `(batch, heads, ...)` into `(batch, kv_heads, heads per kv head, ...)`."""
     return x.unflatten(1, (kv_heads, -1))
 
 

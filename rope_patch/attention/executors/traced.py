@@ -1,4 +1,6 @@
-"""One query behind a static cache in a compiled model, whose length no graph knows: shapes are those of the cache."""
+"""Attention of one query behind a static cache in a compiled model. The graph does not know the length, so shapes are
+those of the cache.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from rope_patch.schemes.slots import Region
 
 
 class Part(NamedTuple):
-    """A region of a traced call: its slots of the cache, and what is added to their scores.
+    """A region of a traced call: its slots of the cache, and the term added to their scores.
 
     Shape:
         queries `(batch, kv_heads, group, head_dim)`, keys and values `(batch, kv_heads, slots, dim)`, added
@@ -55,7 +57,7 @@ def _part(problem: Problem, turner: Turner, region: Region) -> Part:
     distance = problem.query_start - number
 
     def of_group(x: torch.Tensor) -> torch.Tensor:
-        """`(batch or 1, heads or 1, slots)` in the shape of `Part.added`."""
+        """Reshape `(batch or 1, heads or 1, slots)` to the shape of `Part.added`."""
         return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (value.shape[1], -1))
 
     seen = (exists & region.contains(m, m - distance))[:, None, None]
@@ -74,8 +76,8 @@ def _part(problem: Problem, turner: Turner, region: Region) -> Part:
 
 
 def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output of all parts in the dtype of scores, `(batch, kv_heads, group, value_dim)`, and its log-sum-exp, with 1 as
-    the last axis: each part by the kernel of the CPU, merged by log-sum-exp.
+    """Score each part by the CPU's kernel and merge them by LSE: output in the dtype of scores, `(batch, kv_heads,
+    group, value_dim)`, and log-sum-exp, `(batch, kv_heads, group, 1)`.
     """
     outputs, sums = [], []
     for queries, keys, values, added in parts:
@@ -88,7 +90,9 @@ def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.T
 
 
 def _by_one_softmax(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output of all parts by products with one softmax, and the largest score, with 1 as the last axis."""
+    """Score all parts by products with one softmax: the output, `(batch, kv_heads, group, value_dim)`, and the largest
+    score, `(batch, kv_heads, group, 1)`.
+    """
     scores = [product(part.queries, part.keys.mT) * scaling + part.added for part in parts]
     joined = torch.cat(scores, dim=-1)
     weights = joined.softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)

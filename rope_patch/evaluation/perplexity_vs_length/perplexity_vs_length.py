@@ -46,7 +46,7 @@ Su 2023, ReRoPE, kexue.fm/archives/9708.
 
 
 class PerplexityVsLength(evaluate.Metric):
-    """Perplexity against length as a metric."""
+    """A metric of the `evaluate` library: perplexity against length."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("string")})

@@ -1,1 +1,3 @@
-"""The protocols of perplexity: which predictions of a text count, in which contexts, and their mean."""
+"""The protocols of perplexity: each decides which predictions of a text count, in which contexts, and how to
+average.
+"""

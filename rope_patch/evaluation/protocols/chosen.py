@@ -1,4 +1,4 @@
-"""Protocols that score only some of the last tokens, among them `far`: those that repeat what is far back."""
+"""Protocols that score only some of the last tokens. One is `far`: tokens that repeat a passage far back."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.last import Last
 from rope_patch.evaluation.protocols.protocol import Context, Settings, blocks
-from rope_patch.evaluation.scheme_specs import TEXT_CUT
+from rope_patch.evaluation.scheme_specs import TRUNCATED
 
 
 class Chosen(Last):
-    """As `last`, over some of the targets of each window, the same at every length; the others are a second column.
+    """Like `last`, but over some of the targets of each window, the same at every length; the others are a second
+    column.
 
     Windows have different numbers of chosen tokens, so `nll_by_document` is linear in their sums: with n[w] tokens of
     loss s[w] in block w of B, it holds nll + (s[w] - nll n[w]) B / sum n. Its mean is nll, and s / sqrt(B) is the error
     of a ratio, also for differences of two rows.
     """
 
-    baseline: ClassVar[str] = TEXT_CUT
+    baseline: ClassVar[str] = TRUNCATED
 
     def chosen(self, window: int) -> torch.Tensor:
-        """Which of the last T tokens of a window count, `(targets,)`."""
+        """A boolean `(targets,)`, true for the targets of a window that count."""
         raise NotImplementedError
 
     @property
@@ -47,7 +48,7 @@ class Chosen(Last):
 
 
 class Far(Chosen):
-    """The tokens of which the text last said the same more than L tokens back.
+    """Score the tokens that end an n-gram which the text last had more than L tokens back.
 
         x[p] counts if the last n-gram x[q - 2], x[q - 1], x[q] = x[p - 2], x[p - 1], x[p] before it has p - q > L
 
@@ -75,7 +76,9 @@ class Far(Chosen):
 
 
 def repeats_far(tokens: torch.Tensor, distance: int, n: int = 3) -> torch.Tensor:
-    """Which tokens end an n-gram that last ended more than `distance` tokens before, `(tokens,)` both."""
+    """A boolean `(tokens,)`, true for tokens that end an n-gram which last ended more than `distance` tokens before, of
+    `(tokens,)`.
+    """
     ids, far = tokens.tolist(), torch.zeros(len(tokens), dtype=torch.bool)
     last: dict[tuple[int, ...], int] = {}
     for place in range(n - 1, len(ids)):

@@ -14,7 +14,7 @@ from rope_patch.data.hidden_spans import Span, corrupt, draw_spans, sentinels_of
 from rope_patch.data.windows import Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN
+from rope_patch.evaluation.scheme_specs import PLAIN, WINDOW
 from rope_patch.evaluation.tasks.task import Cell
 from rope_patch.models.head import find_language_model
 
@@ -22,7 +22,7 @@ DEFAULT_TARGETS = 4096  # T, or the training length if that is lower
 
 
 class Last(Protocol):
-    """The last T tokens of every window, in contexts of each length that end at the same token.
+    """Score the last T tokens of every window, in contexts of each length that end at the same token.
 
     scored at length l: l - T < p <= l; all contexts of a window have the same end.
 
@@ -41,7 +41,7 @@ class Last(Protocol):
         check_targets(self.targets, lengths)
 
     def default_targets(self) -> int:
-        """T where none is asked for."""
+        """The number T of targets if the user asked for none."""
         return min(self.training_length, DEFAULT_TARGETS)
 
     def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
@@ -66,14 +66,14 @@ def check_targets(targets: int, lengths: Sequence[int]) -> None:
 
 
 class ByPosition(Last):
-    """One pass at the longest length; a length is the bin of positions from the previous length."""
+    """Score one pass at the longest length; a length is the bin of positions from the previous length."""
 
     protocol = "by_position"
     settings = frozenset({"windows_per_document"})
     scores = "every token"
     sentence = "NLL by position in one pass over {windows}"
     one_pass = True
-    references: ClassVar[Sequence[str]] = (PLAIN, CUT)
+    references: ClassVar[Sequence[str]] = (PLAIN, WINDOW)
     shared_targets = None
 
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
@@ -94,7 +94,7 @@ class ByPosition(Last):
 
 
 class SpanCorruption(Last):
-    """Spans among the last T tokens are hidden; encoders read contexts of each length, decoders predict the spans.
+    """Hide spans among the last T tokens; encoders read contexts of each length, decoders predict the spans.
 
     The same spans of a window are hidden at every length.
 
@@ -118,7 +118,7 @@ class SpanCorruption(Last):
 
     @property
     def chosen_by(self) -> str:
-        return str(self.asked.seed)  # which also draws the spans
+        return str(self.asked.seed)  # the seed also draws the spans
 
     def spans(self, window: int) -> list[Span]:
         """The spans of the window with this number, counted from the first target."""
@@ -126,7 +126,9 @@ class SpanCorruption(Last):
 
     @torch.no_grad()
     def score(self, model: nn.Module, item: Context) -> torch.Tensor:
-        """-ln p of every hidden token, given the rest of the context and the hidden tokens before it, `(hidden,)`."""
+        """Compute -ln p of every hidden token, given the rest of the context and the hidden tokens before it,
+        `(hidden,)`.
+        """
         tokens, device = item.tokens[1:], find_language_model(model).device
         offset = len(tokens) - self.targets
         spans = [(offset + start, offset + stop) for start, stop in self.spans(item.window)]

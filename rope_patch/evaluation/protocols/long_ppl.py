@@ -24,7 +24,7 @@ GAIN, LIKELY = 2.0, 2.0  # alpha and -beta
 
 
 class LongPPL(Chosen):
-    """The tokens that an evaluator, a model that is long within its own L, predicts only from far back.
+    """Score the tokens that an evaluator, a model that is long within its own L, predicts only from far back.
 
         LongPPL = exp(mean of -ln p over the tokens whose characters lie in a key span)
 
@@ -70,7 +70,7 @@ class LongPPL(Chosen):
 
     @cached_property
     def texts(self) -> list[tuple[str, list[tuple[int, int]]]]:
-        """The text of each window, and where the characters of each of its tokens begin and end in it."""
+        """The text of each window, with the first and last character of each of its tokens."""
         texts = []
         for window in self.selection.windows:
             if (text := window.source.get("text")) is None:
@@ -86,7 +86,7 @@ class LongPPL(Chosen):
 
     @cached_property
     def key_tokens(self) -> list[torch.Tensor]:
-        """Which targets of each window are key tokens, `(targets,)` each."""
+        """A boolean `(targets,)` for each window, true for its key tokens."""
         found = []
         for text, offsets in self.texts:
             spans = sorted(key_spans(text, self.evaluator, self.reader, self.short, self.step))
@@ -98,7 +98,7 @@ class LongPPL(Chosen):
 def key_spans(
     text: str, evaluator: nn.Module, tokenizer: Any, short: int = SHORT, step: int = STEP
 ) -> list[tuple[int, int]]:
-    """Where a text has what the evaluator predicts only from far back: start and end of runs of characters.
+    """Find the runs of characters that the evaluator predicts only from far back, as start and end.
 
     A token at p >= K is key if loss_short - loss_full > 2 and loss_full < 2. Full is the loss given the whole text
     before it, short that given what of it begins at the last multiple of d up to p - K.
@@ -131,13 +131,13 @@ def key_spans(
 
 
 def _lies_within(token: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether all characters of a token lie in one of the spans, which ascend."""
+    """Whether all characters of a token lie in one of the spans, which must ascend."""
     before = bisect(spans, token[0], key=lambda span: span[0]) - 1
     return before >= 0 and token[1] <= spans[before][1]
 
 
 def offsets_of(tokenizer: Any, text: str, **settings: Any) -> list[tuple[int, int]]:
-    """Where the characters of each token of a text begin and end.
+    """The start and end of each token of a text, in characters.
 
     Raises:
         EvaluationError: the tokenizer does not know; those of Transformers that are fast do.

@@ -1,4 +1,4 @@
-"""What all protocols share: contexts, the loss of their scored predictions, and the row that follows."""
+"""The base of all protocols: contexts, the loss of their scored predictions, and the row that follows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rope_patch.data.windows import FEW, Selection, Window, prefix_of, select
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.nll import chunked_nll
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN, TEXT_CUT
+from rope_patch.evaluation.scheme_specs import PLAIN, TRUNCATED, WINDOW
 from rope_patch.evaluation.tasks.task import Cell, Task
 from rope_patch.models.head import find_language_model
 
@@ -24,7 +24,7 @@ BLOCKS = 32  # maximum number of blocks of windows, for standard errors over few
 
 @dataclass(frozen=True)
 class Settings:
-    """The text and the settings of a protocol.
+    """The text and the settings that a protocol is asked to score with.
 
     Args:
         tokenizer: None where the corpus has tokens, which no start-of-text token is then set in front of.
@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Context:
-    """The input of one forward pass, `(tokens,)`, and its scored predictions: those at positions start < p <= stop.
+    """The input of one forward pass, `(tokens,)`, and its scored predictions, at positions start < p <= stop.
 
     The first p tokens predict position p. The last token is never read. `window` is the number of its window.
     """
@@ -70,12 +70,12 @@ class Context:
 
     @property
     def length(self) -> int:
-        """Number of inputs."""
+        """The number of input tokens."""
         return len(self.tokens) - 1
 
 
 class Protocol(Task):
-    """One way to score a text: which predictions in which contexts, and their mean."""
+    """A way to score a text: it decides which predictions count, in which contexts, and how to average them."""
 
     name = "perplexity"
     protocol: ClassVar[str]
@@ -83,9 +83,9 @@ class Protocol(Task):
     scores: ClassVar[str]  # for an error message
     sentence: ClassVar[str]  # for the notes below a table
     two_parts: ClassVar[bool] = False  # for encoder-decoder models; otherwise for decoders
-    references: ClassVar[Sequence[str]] = (PLAIN, TEXT_CUT, CUT)  # lines that a table compares schemes with
-    needed: ClassVar[Sequence[str]] = ()  # those without which the others mean nothing
-    baseline: ClassVar[str] = CUT  # the one of them that losses are compared with
+    references: ClassVar[Sequence[str]] = (PLAIN, TRUNCATED, WINDOW)  # lines that a table compares schemes with
+    needed: ClassVar[Sequence[str]] = ()  # the references without which the others mean nothing
+    baseline: ClassVar[str] = WINDOW  # the reference that losses are compared with
     shared_targets: ClassVar[str | None] = None  # the name of `Row.targets` if all rows of a table must share it
     targets: int  # scored predictions of a context; for overlapping windows, the stride
 
@@ -114,23 +114,23 @@ class Protocol(Task):
 
     @property
     def chosen_by(self) -> str:
-        """What the scored tokens depend on beside the windows, for the fingerprint of the texts."""
+        """Facts that the choice of scored tokens depends on, besides the windows, for the fingerprint of the texts."""
         return ""
 
     def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
-        """Tokens, `(tokens,)`, start and stop of the contexts of one window, or of one document, at one length."""
+        """The contexts of one window, or of one document, at one length: tokens, `(tokens,)`, start and stop."""
         raise NotImplementedError
 
     def width(self, length: int) -> int:
-        """Tokens of a window in contexts of this length, the most targets that it has room for."""
+        """The number of tokens of a window that contexts of this length use, which bounds its targets."""
         return length
 
     def targets_at(self, length: int) -> int:
-        """`Row.targets` at one length."""
+        """The value of `Row.targets` at one length."""
         return self.targets
 
     def mean(self, losses: Sequence[torch.Tensor]) -> float:
-        """NLL of a row, weighted by token; losses `(scored,)` of each context."""
+        """The NLL of a row as a mean over tokens; losses `(scored,)` of each context."""
         return torch.cat(list(losses)).mean().item()
 
     def cells(self, length: int) -> list[Cell]:
@@ -154,7 +154,7 @@ class Protocol(Task):
         return [Cell([facts], contexts)]
 
     def control(self, line: str) -> list[Cell]:
-        """What the plain checkpoint scores for one line of `references`.
+        """The cells that the plain checkpoint scores for one line of `references`.
 
         Raises:
             EvaluationError: the protocol has no such line.
@@ -170,7 +170,9 @@ class Protocol(Task):
         ]
 
     def _plain_at(self, reach: int, lengths: Sequence[int], line: str) -> Cell:
-        """The contexts of one length under the plain checkpoint, as rows of a control at these lengths."""
+        """A cell with the contexts of one length under the plain checkpoint, which fills the rows of a control at these
+        lengths.
+        """
         cell = self.cells(reach)[0]
         control = {"scheme": {"name": PLAIN, line: self.training_length}}
         rows = [{**cell.rows[0], **control, "length": length} for length in lengths]
@@ -180,13 +182,13 @@ class Protocol(Task):
         return item.length
 
     def score(self, model: nn.Module, item: Context) -> torch.Tensor:
-        """-ln p of the scored positions, `(scored,)`."""
+        """Compute -ln p of the scored positions, `(scored,)`."""
         tokens = item.tokens.to(find_language_model(model).device)
         losses = chunked_nll(model, tokens[None, :-1], tokens[None, item.start + 1 :])[0]
         return losses[: item.stop - item.start].double().cpu()
 
     def row(self, fields: dict[str, Any], items: Sequence[Context], scores: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """NLL of a row, and those of its documents, from the losses of each context, `(scored,)`."""
+        """The NLL of a row, and the NLL of each of its documents, from the losses of each context, `(scored,)`."""
         nll = self.mean(scores)
         return {
             "windows": len(items),
@@ -198,8 +200,8 @@ class Protocol(Task):
 
 
 def blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    """The losses of each document, `(scored,)` for each context; with few documents those of their windows, or of
-    blocks of many windows.
+    """Group the losses, `(scored,)` for each context, by document; if documents are few, by window, or in blocks of
+    windows.
     """
     by_document: dict[str, list[torch.Tensor]] = {}
     for context, losses in zip(contexts, scored, strict=True):

@@ -1,4 +1,4 @@
-"""A protocol that needs what is farther than L: a passage that the text repeats."""
+"""A protocol that needs text farther back than L: a passage that the window repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from rope_patch.data.windows import Window, spread
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
-from rope_patch.evaluation.scheme_specs import NEAR, TEXT_CUT
+from rope_patch.evaluation.scheme_specs import NEAR, TRUNCATED
 from rope_patch.evaluation.tasks.task import Cell
 
 BEFORE = 32  # tokens of a window before its passage
@@ -21,7 +21,7 @@ DEFAULT_WINDOWS = 8  # in all documents
 
 
 class Repeat(Protocol):
-    """A passage near the start of a window is appended again, and the copy is scored from its 33rd token.
+    """Append a passage near the start of a window again, and score the copy from its 33rd token.
 
         x[0], ..., x[31], P, x[p + 32], ..., x[n], P      P = x[32], ..., x[p + 31], p = T + 32
 
@@ -39,9 +39,9 @@ class Repeat(Protocol):
     settings = frozenset({"targets", "windows_per_document"})
     scores = "the copy of a passage"
     sentence = "NLL of {targets} tokens of a passage, repeated at the end of {windows}"
-    references: ClassVar[Sequence[str]] = (NEAR, TEXT_CUT)
+    references: ClassVar[Sequence[str]] = (NEAR, TRUNCATED)
     needed = references
-    baseline = TEXT_CUT
+    baseline = TRUNCATED
     shared_targets: ClassVar[str | None] = "targets"
 
     def __init__(self, asked: Settings, lengths: Sequence[int], training_length: int) -> None:
@@ -81,7 +81,7 @@ class Repeat(Protocol):
         return [replace(cell, items=items, same_as=None)] if longest > reach else []
 
     def _cut(self, context: Context) -> Context:
-        """The last L tokens of a context."""
+        """Truncate a context to its last L tokens."""
         kept = context.tokens[len(context.tokens) - (self.training_length + 1 - len(self.prefix)) :]
         tokens, gone = torch.cat([self.prefix, kept]), context.length - self.training_length
         return replace(context, tokens=tokens, start=context.start - gone, stop=context.stop - gone)

@@ -11,13 +11,13 @@ import torch
 from rope_patch.data.windows import Window
 from rope_patch.errors import EvaluationError
 from rope_patch.evaluation.protocols.protocol import Protocol, Settings
-from rope_patch.evaluation.scheme_specs import CUT, PLAIN
+from rope_patch.evaluation.scheme_specs import PLAIN, WINDOW
 
 DEFAULT_STRIDE = 256  # S of PI and of YaRN, or the shortest length if that is lower
 
 
 class Sliding(Protocol):
-    """Windows of l tokens with stride S: the first scores all its tokens, later ones only the new ones.
+    """Score windows of l tokens with stride S: the first scores all its tokens, later ones only the new ones.
 
     window k reads x[kS], ..., x[e - 1], e = min(kS + l, n - 1), of a document x[0], ..., x[n - 1], and scores x[p] for
     p <= e that no window before it scored; nll = sum over all tokens / number of tokens.
@@ -58,7 +58,7 @@ class Sliding(Protocol):
 
 
 class Disjoint(Sliding):
-    """Adjacent windows of l tokens: the stride is l. A shorter last window is scored, too.
+    """Score adjacent windows of l tokens: the stride is l. A shorter last window is scored, too.
 
     Source: Press et al., 2108.12409 (ALiBi), nonoverlapping inference. In the rolling windows of lm-evaluation-harness
     (0.4.13) only the first has a prefix, and the last one is filled with earlier tokens.
@@ -74,7 +74,7 @@ class Disjoint(Sliding):
 
 
 class YarnCompat(Sliding):
-    """The number of YaRN's script without `--truncate`: the mean over windows of each window's mean, unweighted.
+    """Score as YaRN's script does without `--truncate`: the mean over windows of each window's mean, unweighted.
 
     nll = sum over windows of (mean over the new tokens of the window) / number of windows. The last window of a
     document may have a single new token, but weighs as much as any other, so this is not a mean over tokens.
@@ -117,7 +117,7 @@ class YarnCompat(Sliding):
 
 
 class YarnTruncate(YarnCompat):
-    """The number of YaRN's script with `--truncate`: the first l tokens of every document, in one window.
+    """Score as YaRN's script does with `--truncate`: the first l tokens of every document, in one window.
 
     The stride is ignored. Every length scores other tokens, so a falling curve alone means little. The published
     figures use this protocol (`eval.sh` of the same repository: Proof-pile, ten documents of at least 131072 tokens).
@@ -125,7 +125,7 @@ class YarnTruncate(YarnCompat):
 
     protocol = "yarn_truncate"
     settings = frozenset()
-    references: ClassVar[Sequence[str]] = (PLAIN, CUT)
+    references: ClassVar[Sequence[str]] = (PLAIN, WINDOW)
     sentence = "mean NLL of the first tokens of the documents, other tokens at every length, as YaRN's --truncate"
     shared_targets = None
 
@@ -137,7 +137,7 @@ class YarnTruncate(YarnCompat):
 
 
 def slide(count: int, width: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Start and end of windows of `width` tokens with a stride, and the number of new tokens in each."""
+    """Slide a window of `width` tokens by a stride: its start and end, and the number of new tokens in it."""
     seen = 0
     for begin in range(0, count, stride):
         end = min(begin + width, count)

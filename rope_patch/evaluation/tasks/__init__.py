@@ -1,1 +1,1 @@
-"""The tasks: what `rope_patch.evaluation.run` measures under every scheme at every length."""
+"""The tasks that `rope_patch.evaluation.run` measures under every scheme at every length."""

@@ -28,11 +28,11 @@ FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here
 KEY = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 
-NEW_TOKENS = 7  # of an answer: a space, five digits, and one more that shows whether the number ends
+NEW_TOKENS = 7  # tokens of an answer: a space, five digits, and one more that shows whether the number ends
 
 
 class Passkey(Retrieval):
-    """The task: a new key is drawn for each length, depth and trial.
+    """The passkey task: it draws a new key for each length, depth and trial.
 
     A prompt and its answer are as long as whole sentences of filler allow. Five digits cannot be guessed without the
     key, so there is no control.
@@ -78,7 +78,7 @@ class Passkey(Retrieval):
 
 
 def _around(sentences: int, depth: float, key: int) -> tuple[str, str]:
-    """The prompt up to the end of the key, and the rest."""
+    """The two halves of a prompt: up to the end of the key, and the rest."""
     filler = [FILLER[i % len(FILLER)] for i in range(sentences)]
     place = round(depth * sentences)  # after the key the filler starts again
     head = [TASK, " ".join(filler[:place]), KEY.format(key=key)]

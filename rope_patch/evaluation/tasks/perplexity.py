@@ -28,7 +28,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
 
 @dataclass(frozen=True)
 class Perplexity(Settings, Task):
-    """The perplexity of texts."""
+    """The perplexity of texts, as a task whose protocol is chosen by its settings."""
 
     def check(self, lengths: Sequence[int]) -> None:
         """Check the settings, without a model, tokenizer or corpus.
@@ -57,12 +57,14 @@ class Perplexity(Settings, Task):
             check_targets(self.targets, lengths)
 
     def references(self, wanted: bool = True) -> Sequence[str]:
-        """The lines that a table of this protocol compares schemes with, or only those that it cannot do without."""
+        """The lines that a table of this protocol compares schemes with; if not `wanted`, only those that it cannot do
+        without.
+        """
         kind = PROTOCOLS.get(self.protocol, Last)
         return kind.references if wanted else kind.needed
 
     def resolve(self, model: MeasuredModel, lengths: Sequence[int]) -> Protocol:
-        """The requested protocol, or the choice of `auto`, with the windows that all lengths and schemes share.
+        """Build the requested protocol, or the choice of `auto`, with the windows that all lengths and schemes share.
 
         Raises:
             EvaluationError: it does not fit this model, or its settings do not fit the lengths or the tokenizer.

@@ -26,7 +26,8 @@ CUE = 4  # the cue is the first quarter of a span
 
 
 class RepeatedSpans(Retrieval):
-    """The task: the same spans in the same fillers at every length and depth; only the first copy moves.
+    """The task of repeated spans: the same spans in the same fillers at every length and depth; only the first copy
+    moves.
 
     Args:
         corpus: rows with `name` and `text`, at least two of them with `longest` tokens, the longest length.
@@ -99,7 +100,9 @@ class RepeatedSpans(Retrieval):
 
     @torch.no_grad()
     def score(self, model: nn.Module, item: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward pass: whether each token is correct, and its -ln p, both `(prompts, tokens of the answer)`."""
+        """Score one forward pass: whether each token is correct, and its -ln p, both `(prompts, tokens of the
+        answer)`.
+        """
         language_model = find_language_model(model)
         tokens = torch.stack([prompt.tokens for prompt in item]).to(language_model.device)
         answers = torch.stack([prompt.answer for prompt in item]).to(language_model.device)

@@ -1,4 +1,4 @@
-"""What the tasks of retrieval share: something is hidden at a depth of the context, and asked for at its end."""
+"""The base of retrieval tasks: a passage is hidden at a depth of the context, and asked for at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Prompt:
     """The model's input, `(tokens,)`, and the correct digits or tokens, `(answer,)`.
 
     `distance` is the number of tokens from the end of the hidden text to the end of the question: at L or more,
-    attention cut at L does not see the hidden text. It is None if nothing is hidden.
+    the sliding window does not see the hidden text. It is None if nothing is hidden.
     """
 
     tokens: torch.Tensor
@@ -33,7 +33,7 @@ Batch = list[Prompt]
 
 
 class Retrieval(Task):
-    """A cell for each depth, and a control, which all depths share: the same questions with nothing hidden.
+    """A task with a cell for each depth, and a control that all depths share: the same questions with nothing hidden.
 
     Args:
         depths: ascending, from 0 (start of the context) to 1 (directly before the question).
@@ -44,7 +44,7 @@ class Retrieval(Task):
         EvaluationError: the depths are not ascending shares.
     """
 
-    span: Any = None  # tokens of what is hidden, where the task has a choice
+    span: Any = None  # tokens of the hidden passage, if the task has a choice
 
     def __init__(self, depths: Sequence[float], trials: int, seed: int = 0, batch_size: int = 1) -> None:
         check_depths(depths)
@@ -59,7 +59,7 @@ class Retrieval(Task):
         raise NotImplementedError
 
     def cells(self, length: int) -> list[Cell]:
-        """One for each depth."""
+        """One cell for each depth."""
         control = self.prompts(length, None)
         batches = self._batches(control)
         cells = []
@@ -78,11 +78,11 @@ class Retrieval(Task):
         return cells
 
     def size(self, item: Batch) -> int:
-        """Tokens of the batch."""
+        """The number of tokens in the batch."""
         return sum(len(prompt.tokens) for prompt in item)
 
     def row(self, fields: dict[str, Any], items: Sequence[Batch], scores: Sequence[Any]) -> dict[str, Any]:
-        """Accuracies and NLL of the questions, and of the control."""
+        """The accuracies and NLL of the questions, and of the control."""
         questions, control = (
             [answered for batch, answered in zip(items, scores, strict=True) if (batch[0].distance is None) == nothing]
             for nothing in (False, True)

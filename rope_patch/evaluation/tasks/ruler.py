@@ -72,13 +72,13 @@ class Sample:
     answers: tuple[str, ...]
 
     def score(self, spoken: str) -> float:
-        """Share of the answers that occur anywhere in the model's output: RULER's `string_match_all`."""
+        """The share of the answers that occur anywhere in the model's output: RULER's `string_match_all`."""
         return sum(answer.lower() in spoken.lower() for answer in self.answers) / len(self.answers)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A sample of a task and the model's input, `(tokens,)`."""
+    """A sample of a task, and the model's input, `(tokens,)`."""
 
     task: str
     sample: Sample
@@ -87,7 +87,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Ruler(Task):
-    """The tasks. Lengths are in tokens of the checkpoint's tokenizer and include the prompt and the longest answer.
+    """The four tasks of RULER. Lengths are in tokens of the checkpoint's tokenizer and include the prompt and the
+    longest answer.
 
     Args:
         tasks: of `NEW_TOKENS`; a cell for each.
@@ -111,7 +112,7 @@ class Ruler(Task):
             raise EvaluationError("the tokenizer of this checkpoint has no chat template; measure it without --chat")
 
     def draw(self, task: str, length: int) -> list[Sample]:
-        """The samples of a task, the same for every scheme.
+        """Draw the samples of a task, the same for every scheme.
 
         Raises:
             EvaluationError: the length is too small for the shortest prompt.
@@ -121,7 +122,7 @@ class Ruler(Task):
         return [draw() for _ in range(self.samples)]
 
     def cells(self, length: int) -> list[Cell]:
-        """One for each task."""
+        """One cell for each task."""
         cells = []
         for task in self.tasks:
             questions = [Question(task, sample, self.read(sample)) for sample in self.draw(task, length)]
@@ -137,11 +138,11 @@ class Ruler(Task):
         return cells
 
     def size(self, item: Question) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens in the prompt."""
         return len(item.tokens)
 
     def score(self, model: nn.Module, item: Question) -> float:
-        """The score of greedy decoding, which stops once all answers are found."""
+        """Decode greedily until all answers are found, and score the output."""
 
         def found(input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
             spoken = self.tokenizer.decode(input_ids[0, len(item.tokens) :], skip_special_tokens=True)
@@ -151,12 +152,12 @@ class Ruler(Task):
         return item.sample.score(spoken)
 
     def read(self, sample: Sample) -> torch.Tensor:
-        """The model's input, `(tokens,)`."""
+        """Tokenise a sample to the model's input, `(tokens,)`."""
         read = bare_ids if self.chat else ids_to_continue  # the template of a chat has its own special tokens
         return torch.tensor(read(self.tokenizer, self._text(sample)))
 
     def count(self, sample: Sample) -> int:
-        """Tokens of the prompt, as RULER counts them, without special tokens of the tokenizer."""
+        """The number of tokens in the prompt, as RULER counts them, without special tokens of the tokenizer."""
         return len(bare_ids(self.tokenizer, self._text(sample)))
 
     def _text(self, sample: Sample) -> str:
@@ -174,7 +175,9 @@ Draw = Callable[[], Sample]  # draws the next sample of a task
 
 @dataclass
 class _Draws:
-    """The generators of a task, and the search for the number of pieces that fit, with draws of the same generators."""
+    """Random generators of a task, and the search for the number of pieces that fit, with draws of the same
+    generators.
+    """
 
     ruler: Ruler
     task: str
@@ -191,7 +194,7 @@ class _Draws:
         return items
 
     def most(self, make: Callable[[int], Sample], step: int, upper: int = 0, room: int = 0, spent: int = 0) -> int:
-        """The maximum number of pieces, from `step` to `upper`, whose prompt fits, by binary search.
+        """Search for the largest number of pieces, from `step` to `upper`, whose prompt fits, by bisection.
 
         Args:
             upper: default a bound from the length of a short prompt within `room`, or within all of the length.
@@ -199,12 +202,12 @@ class _Draws:
             spent: tokens in front of it.
         """
         upper = upper or max(int((room or self.length) / (self.ruler.count(make(step)) / step) * 3), 2 * step)
-        falling = range(upper, step - 1, -1)  # halved as RULER does, so with its draws
+        falling = range(upper, step - 1, -1)  # bisected as RULER does, so that the draws are the same
         too_many = bisect_left(falling, spent - (room or self.room), key=lambda pieces: -self.ruler.count(make(pieces)))
         return max(upper - too_many, step)
 
     def fitting(self, make: Callable[[int], Sample], pieces: int, step: int, room: int = 0, least: int = 0) -> Sample:
-        """A sample of `pieces` pieces, reduced by `step` until the drawn sample fits.
+        """Draw a sample of `pieces` pieces, and reduce it by `step` until it fits.
 
         Args:
             room: default that of a prompt.
@@ -347,7 +350,7 @@ def _with_nouns(adjectives: Iterable[str]) -> list[str]:
 
 
 def _word_pair(rng: random.Random) -> str:
-    """The draw of `rng.choice` from all sorted pairs, without the list of six million."""
+    """Draw from all sorted pairs as `rng.choice` does, without the list of six million."""
     alike, ends = _pairs()
     place = rng.randrange(ends[-1])
     group = bisect_right(ends, place)

@@ -1,4 +1,4 @@
-"""A task: its cells at a length, how an item of a cell is scored, and the row that follows from the scores.
+"""A task of measurement: the cells at a length, the score of an item, and the row that follows from the scores.
 
 A task of your own is one class in one file; `docs/how-to/own-task.md` writes one.
 """
@@ -23,7 +23,7 @@ from rope_patch.models.head import find_language_model
 
 @dataclass(frozen=True)
 class Cell:
-    """What is scored in one go under a scheme: one row, or several that one pass fills.
+    """The items that are scored in one go under a scheme: for one row, or for several that one pass fills.
 
     Attributes:
         rows: the fields of `Row` that each row has before it is scored; the ones of `row.KEY` identify it, such as
@@ -41,7 +41,7 @@ class Cell:
 
 
 class Task:
-    """What is measured. Override `name`, `cells` and `score`; the others have defaults.
+    """A measurement of a model under schemes. Override `name`, `cells` and `score`; the others have defaults.
 
     Attributes:
         name: `Row.task`, unless a cell names another.
@@ -54,11 +54,12 @@ class Task:
     one_pass: ClassVar[bool] = False
 
     def cells(self, length: int) -> list[Cell]:
-        """What is scored in contexts of one length, in tokens: the same for every scheme."""
+        """The cells to score in contexts of one length, in tokens: the same for every scheme."""
         raise NotImplementedError
 
     def control(self, line: str) -> list[Cell]:
-        """What the plain checkpoint scores once for a line of `scheme_specs.CONTROLS`, with the rows of all lengths.
+        """The cells that the plain checkpoint scores once for a line of `scheme_specs.CONTROLS`, with the rows of all
+        lengths.
 
         Raises:
             EvaluationError: the task has no such line.
@@ -66,23 +67,25 @@ class Task:
         raise EvaluationError(f"{line!r} is a line of perplexity alone; task {self.name!r} has no such control")
 
     def score(self, model: nn.Module, item: Any) -> Any:
-        """What the model achieves on one item of a cell: a number from 0 to 1, or what `row` reads. On the CPU."""
+        """Score the model on one item of a cell: a number from 0 to 1, or a value that `row` reads. It is on the
+        CPU.
+        """
         raise NotImplementedError
 
     def row(self, fields: dict[str, Any], items: Sequence[Any], scores: Sequence[Any]) -> dict[str, Any]:
-        """The further fields of `Row`, from the scores of all items; `fields` are those known before."""
+        """The further fields of `Row`, from the scores of all items; `fields` are the known ones."""
         return {"scores": list(scores), "score": statistics.fmean(scores), "error": standard_error(scores)}
 
     def size(self, item: Any) -> int:
-        """Tokens that the model reads for an item, for the estimate of the remaining time."""
+        """The number of tokens that the model reads for an item, for the estimate of the remaining time."""
         return len(item)
 
     def passes(self, lengths: Sequence[int]) -> Sequence[int]:
-        """The lengths at which the model runs."""
+        """The lengths of the passes that the model runs."""
         return lengths
 
     def resolve(self, model: MeasuredModel, lengths: Sequence[int]) -> Task:
-        """The task for this model and these lengths, with what depends on them filled in, before anything slow.
+        """Fill in what depends on this model and these lengths, before anything slow.
 
         Raises:
             EvaluationError: it does not fit them.
@@ -101,7 +104,7 @@ def fingerprint(prompts: Iterable[torch.Tensor]) -> str:
 
 
 def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, **settings: Any) -> list[str]:
-    """Continuations by greedy decoding, as texts, of prompts of equal length, `(prompts, tokens)`.
+    """Continue prompts of equal length, `(prompts, tokens)`, by greedy decoding, and return the continuations as texts.
 
     Args:
         new_tokens: the maximum length of a continuation.

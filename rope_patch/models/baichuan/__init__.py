@@ -72,7 +72,7 @@ def recognises(module: nn.Module) -> bool:
 
 
 def read(stack: PreTrainedModel) -> Stack:
-    """The layers of a recognised stack, with the rotation that a scheme would add: Baichuan-7B's."""
+    """Read the layers of a recognised stack, with the rotation that a scheme would add: Baichuan-7B's."""
     config = cast(Any, stack.config)
     length, head_dim = config.model_max_length, config.hidden_size // config.num_attention_heads
     spec, heads = RotarySpec(head_dim, BASE, length), Heads(config.num_attention_heads, head_dim, head_dim)

@@ -34,7 +34,7 @@ def alibi_attention_forward(
     shared: Forward | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(q k^T scaling - slope_h (m - n)) v.
+    """Attention with ALiBi: softmax(q k^T scaling - slope_h (m - n)) v.
 
     Args:
         attention_mask: as Transformers builds it for `eager`, `sdpa` or flash attention.
@@ -76,7 +76,7 @@ def alibi_attention_forward(
         scattered = not bool(follow_on(past, position_ids, seen))
         of_keys = joined(past, of_keys[:, length:]) if scattered else of_keys
     bias = forward.bias(ALiBi(), query)
-    key = key.plain() if isinstance(key, CachedKeys) else key  # of a static cache
+    key = key.plain() if isinstance(key, CachedKeys) else key  # keys of a static cache are plain already
     problem = Problem(
         branches=(),
         value=value,

@@ -10,7 +10,7 @@ from rope_patch.errors import InvalidField, did_you_mean
 
 POSITION_KINDS = ("rope", "alibi")
 
-TRAINING_LENGTH = 4096  # that of every published checkpoint, for a config without a length
+TRAINING_LENGTH = 4096  # the length of every published checkpoint, for a config without one
 
 _ROTARY_ARCHITECTURE = "BaiChuanForCausalLM"
 _ROTARY_HIDDEN_SIZE = 4096
@@ -22,7 +22,8 @@ _LEFT_OUT = {  # values that are not written to files, because published configs
 
 
 class BaichuanConfig(PreTrainedConfig):
-    """Baichuan-7B (RoPE), Baichuan-13B (ALiBi) and Baichuan 2 (either, with a normalised head), base and chat.
+    """The config of Baichuan-7B (RoPE), Baichuan-13B (ALiBi) and Baichuan 2 (either, with a normalised head), base and
+    chat.
 
     Args:
         position_embedding_type: `rope` or `alibi`. The default follows the published configs: RoPE if the architecture
@@ -113,6 +114,6 @@ class BaichuanConfig(PreTrainedConfig):
         return self.vocab_size == _NORM_HEAD_VOCABULARY
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, without those that published configs lack while they have their default."""
+        """Convert to a dict of all fields, without those that published configs lack while they have their default."""
         fields = super().to_dict().items()
         return {name: value for name, value in fields if name not in _LEFT_OUT or value != _LEFT_OUT[name]}

@@ -69,8 +69,8 @@ class BaichuanAttention(LlamaAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(batch, length, hidden)` to the same, and the attention weights if the attention function returns them;
-        `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `Forward` without rotation.
+        """Attend: `(batch, length, hidden)` in and out, and the attention weights if the attention function returns
+        them; `position_embeddings` are cos and sin, `(batch or 1, length, head_dim)`, or a `Forward` without rotation.
         """
         cache = cache_in(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if value is not cache}
@@ -141,18 +141,20 @@ class BaichuanModel(BaichuanPreTrainedModel):
 
 
 def _forward_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.Tensor) -> Forward:
-    """The values shared by the layers of one forward, for a stack without rotation."""
+    """Make the `Forward` that layers share in the place of rotary tables, for a stack without rotation."""
     return Forward()
 
 
 class NormHead(nn.Linear):
-    """logits = h . w / |w| for every row w of the weight; the weight itself never changes.
+    """A head with normalised rows: logits = h . w / |w| for every row w of the weight, which itself never changes.
 
     The published code normalises the weight in training, and overwrites it with the normalised one in evaluation.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` to `(..., vocabulary)`, in the dtype of the hidden states; lengths are float32 or wider."""
+        """Compute logits: `(..., hidden)` to `(..., vocabulary)`, in the dtype of the hidden states; lengths are
+        float32 or wider.
+        """
         lengths = torch.linalg.vector_norm(self.weight, dim=-1, dtype=upcast(self.weight[:0]).dtype).clamp_min(1e-12)
         return (super().forward(hidden_states) / lengths).to(hidden_states.dtype)
 
@@ -181,8 +183,9 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
         super().set_output_embeddings(new_embeddings)
 
     def loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        """Cross-entropy of `logits` `(batch, length, vocabulary)` for `labels` `(batch, length)`, from Transformers'
-        loss with its `kwargs`, plus `z_loss_weight` times the mean squared largest logit of every predicting position.
+        """The loss of Transformers, cross-entropy of `logits` `(batch, length, vocabulary)` for `labels` `(batch,
+        length)` with its `kwargs`, plus `z_loss_weight` times the mean squared largest logit of every predicting
+        position.
         """
         loss = super().loss_function(logits=logits, labels=labels, **kwargs)
         if not self.config.z_loss_weight:
@@ -191,4 +194,6 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
 
 
 class BaiChuanForCausalLM(BaichuanForCausalLM):
-    """Baichuan-7B's spelling: its folders are saved with this name, and vLLM reads the position kind from it."""
+    """The class under Baichuan-7B's spelling: its folders are saved with this name, and vLLM reads the position kind
+    from it.
+    """

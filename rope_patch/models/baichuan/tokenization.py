@@ -12,7 +12,7 @@ from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 from rope_patch.models.baichuan.configuration import BaichuanConfig
 
 USER_TOKEN_ID, ASSISTANT_TOKEN_ID = 195, 196
-"""Those of every published chat model; a folder's `generation_config.json` may override them."""
+"""The ids in every published chat model; a folder's `generation_config.json` may override them."""
 
 FIRST_VOCABULARY = 64000  # size of the vocabulary of the first Baichuan; that of Baichuan 2 is twice as large
 
@@ -36,7 +36,7 @@ _TEMPLATE = """\
 
 
 class BaichuanTokenizer(SentencePieceBackend):
-    """Pieces of the folder's `tokenizer.model`, with byte fallback.
+    """A tokenizer with the pieces of the folder's `tokenizer.model`, and byte fallback.
 
     Args:
         vocab_file: the `tokenizer.model`.
@@ -113,15 +113,15 @@ class BaichuanTokenizer(SentencePieceBackend):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """`token_ids_0` and, if given, `token_ids_1`, each with bos and eos as configured."""
+        """Join `token_ids_0` and, if given, `token_ids_1`, each with bos and eos as configured."""
         before, after = [self.bos_token_id] * self.add_bos_token, [self.eos_token_id] * self.add_eos_token
         return [token for ids in (token_ids_0, token_ids_1) if ids is not None for token in (*before, *ids, *after)]
 
     def get_special_tokens_mask(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
     ) -> list[int]:
-        """1 where `build_inputs_with_special_tokens` adds a token to `token_ids_0` and `token_ids_1`, else 0. If a text
-        `already_has_special_tokens`, they are located in it.
+        """Mark special tokens: 1 where `build_inputs_with_special_tokens` adds a token to `token_ids_0` and
+        `token_ids_1`, else 0. If a text `already_has_special_tokens`, they are located in it.
         """
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
@@ -142,11 +142,11 @@ class BaichuanTokenizer(SentencePieceBackend):
 
 
 class BaiChuanTokenizer(BaichuanTokenizer):
-    """The spelling of Baichuan-7B."""
+    """The tokenizer class under Baichuan-7B's spelling."""
 
 
 def chat_template_of(user: str, assistant: str, second_generation: bool) -> str:
-    """A chat template in Jinja: the prompt that the published `chat` method builds, without any bos; `user` and
+    """Write a chat template in Jinja: the prompt that the published `chat` method builds, without any bos; `user` and
     `assistant` open a turn.
 
     Baichuan 2, the second generation, accepts a raw system text at the start and closes no turn. Baichuan accepts no

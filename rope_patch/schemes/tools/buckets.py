@@ -10,7 +10,7 @@ import torch
 def relative_buckets(
     relative_position: torch.Tensor, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> torch.Tensor:
-    """The bucket of n - m, an integer below `num_buckets`.
+    """Map the distance n - m to its bucket, an integer below `num_buckets`.
 
     Half of the buckets of a direction hold single distances, the other half hold distances up to `max_distance` at
     equal steps of the logarithm; the last one also holds all farther distances. The order of operations is that of
@@ -40,7 +40,8 @@ def relative_buckets(
 
 
 def signed_log_buckets(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """The signed bucket of m - n: the distance itself up to half of the buckets, a logarithmic step beyond.
+    """Map the distance m - n to its signed bucket: the distance itself up to half of the buckets, a logarithmic step
+    beyond.
 
     Bucket `num_buckets - 1` ends at the distance `max_distance - 1`. Farther distances get higher buckets; the caller
     clips them. The order of operations is that of the released code, so that edges fall on the same distances.

@@ -58,7 +58,7 @@ def follow_on(past: torch.Tensor, query_positions: torch.Tensor, seen: torch.Ten
 
 
 def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Positions of cached keys and of the keys after them, in the shape of `past`.
+    """Concatenate positions of cached keys and of the keys after them, in the shape of `past`.
 
     Args:
         past: `(batch or 1, start)` or `(batch, kv_heads, start)`.
@@ -72,7 +72,7 @@ def joined(past: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tensor:
-    """Slot of the first query among the keys that a Transformers cache will return, a scalar. Call this before the
+    """The slot of the first query among the keys that a Transformers cache will return, a scalar. Call this before the
     cache is updated.
     """
     offset = cache.get_query_offset(layer_index)
@@ -82,7 +82,7 @@ def query_start(cache: Any, layer_index: int, q_length: int) -> int | torch.Tens
 
 @dataclass(frozen=True)
 class Identity:
-    """phi(m) = m."""
+    """The map phi(m) = m."""
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         return positions
@@ -90,7 +90,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Constant:
-    """phi(m) = `value`, the same for every token."""
+    """The map phi(m) = `value`, the same for every token."""
 
     value: float
 
@@ -104,7 +104,7 @@ UNROTATED = Constant(0)
 
 @dataclass(frozen=True)
 class Interpolated:
-    """phi(m) = m / `factor` + `shift`."""
+    """The map phi(m) = m / `factor` + `shift`."""
 
     factor: float
     shift: float = 0.0
@@ -115,7 +115,7 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class Grouped:
-    """phi(m) = floor(`steps` m / `group_size`) + `shift`: `group_size` tokens share `steps` positions."""
+    """The map phi(m) = floor(`steps` m / `group_size`) + `shift`: `group_size` tokens share `steps` positions."""
 
     group_size: int
     shift: float = 0.0
@@ -128,7 +128,7 @@ class Grouped:
 
 @dataclass(frozen=True)
 class PerPair:
-    """phi_p(m) = phi_g(m) for every pair p of dimensions in the group g: groups of pairs with a map each.
+    """A map phi_g for each group g of pairs of dimensions: phi_p(m) = phi_g(m) for every pair p in the group.
 
     Attributes:
         maps: one for each group, from the fastest pairs to the slowest; none has a pair axis itself.
@@ -140,7 +140,7 @@ class PerPair:
 
     @property
     def pairs(self) -> int:
-        """d/2: the length of the last axis of the positions that are returned."""
+        """The length d/2 of the last axis of the positions that the map returns."""
         return sum(self.sizes)
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
@@ -149,13 +149,15 @@ class PerPair:
 
 
 def pairs_of(position_map: PositionMap) -> int | None:
-    """d/2 if the map returns positions with a pair axis, `(*shape, d/2)`; None if they have the shape of its input."""
+    """The length d/2 of the pair axis, if a map returns positions `(*shape, d/2)`; None if they keep the shape of its
+    input.
+    """
     return getattr(position_map, "pairs", None)
 
 
 @dataclass(frozen=True)
 class Periodic:
-    """phi(m) = min(m mod `period` + `shift`, `most`)."""
+    """The map phi(m) = min(m mod `period` + `shift`, `most`)."""
 
     period: int
     shift: int = 0

@@ -8,7 +8,7 @@ import torch
 
 
 def inverse_frequencies(dim: int, base: float | torch.Tensor) -> torch.Tensor:
-    """theta_i = b^(-2i/d), float32, `(d/2,)`; `(batch, d/2)` for a `base` of shape `(batch, 1)`.
+    """The frequencies theta_i = b^(-2i/d), float32, `(d/2,)`; `(batch, d/2)` for a `base` of shape `(batch, 1)`.
 
     The order of operations is that of Transformers, so the tables are identical bit for bit.
     Source: RoFormer, 2104.09864, section 3.2.2.
@@ -17,7 +17,7 @@ def inverse_frequencies(dim: int, base: float | torch.Tensor) -> torch.Tensor:
 
 
 def periods(dim: int, base: float | torch.Tensor) -> torch.Tensor:
-    """1 / theta_i = b^(2i/d): tokens per radian, in the shape of `inverse_frequencies`."""
+    """The periods 1 / theta_i = b^(2i/d) in tokens per radian, in the shape of `inverse_frequencies`."""
     device = base.device if isinstance(base, torch.Tensor) else None
     return base ** (torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim)
 
@@ -29,7 +29,7 @@ def rotation_tables(
     dtype: torch.dtype,
     by_pair: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position times frequency, broadcastable over heads.
+    """The tables cos and sin of position times frequency, broadcastable over heads.
 
     Args:
         positions: `(batch, length)`, or `(batch, heads, length)` if heads differ, integer or fractional; with d/2 as an
@@ -57,7 +57,8 @@ def rotation_tables(
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """Which dimensions of a head turn together, and how fast: pair p turns (x[first_p], x[second_p]) by angle p.
+    """The pairs of dimensions of a head that turn together, and their order: pair p turns (x[first_p], x[second_p]) by
+    angle p.
 
     Attributes:
         first, second: indices of the two dimensions of each pair, ordered by frequency index.
@@ -77,8 +78,8 @@ class RotaryLayout:
         object.__setattr__(self, "in_halves", (*self.first, *self.second) == tuple(range(2 * length)))
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """R x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass. Each product is rounded
-        separately, as in Transformers, so that the same tables give the same bits.
+        """Rotate x: every pair (a, b) becomes (a cos - b sin, b cos + a sin); other dimensions pass. Each product is
+        rounded separately, as in Transformers, so that the same tables give the same bits.
 
         Args:
             x: `(batch, heads, length, head_dim)`.
@@ -95,7 +96,7 @@ class RotaryLayout:
         return rotated
 
     def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """cos per dimension, `(..., head_dim)`, 1 without rotation, from cos per pair, `(..., d/2)`."""
+        """Expand cos from pairs, `(..., d/2)`, to dimensions, `(..., head_dim)`, with 1 where nothing rotates."""
         if self._fills(head_dim):  # in one operator
             return torch.cat([cos, cos], dim=-1)
         cosines = cos.new_ones(*cos.shape[:-1], head_dim)
@@ -104,7 +105,9 @@ class RotaryLayout:
         return cosines
 
     def signed(self, sin: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """sin per dimension, `(..., head_dim)`, such that R x = x cos + x[`partners`] sin."""
+        """Expand sin from pairs, `(..., d/2)`, to dimensions, `(..., head_dim)`, with signs such that R x = x cos +
+        x[`partners`] sin.
+        """
         if self._fills(head_dim):  # in one operator
             return torch.cat([-sin, sin], dim=-1)
         sines = sin.new_zeros(*sin.shape[:-1], head_dim)
@@ -113,17 +116,17 @@ class RotaryLayout:
         return sines
 
     def _fills(self, head_dim: int) -> bool:
-        """Whether every dimension of a head rotates, one half with the other."""
+        """Whether every dimension of a head rotates, each with its partner in the other half."""
         return self.in_halves and head_dim == 2 * len(self.first)
 
     def partners(self, head_dim: int) -> list[int]:
-        """For each dimension the other one of its pair, or itself without a pair."""
+        """The index of each dimension's partner, or its own index without a pair."""
         partner_of = dict(zip(self.first + self.second, self.second + self.first, strict=True))
         return [partner_of.get(i, i) for i in range(head_dim)]
 
     def rotate_wide(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`rotate` up to rounding, with a cos that is `wide`: three kernels, and no temporary of the size of `x`, which
-        is `(batch, heads, length, head_dim)`.
+        """Like `rotate` up to rounding, with a cos that is `wide`: three kernels, and no temporary of the size of `x`,
+        which is `(batch, heads, length, head_dim)`.
         """
         rotated = x * cos
         first, second = self.halves
@@ -134,22 +137,22 @@ class RotaryLayout:
         return rotated
 
     def basis(self, like: torch.Tensor, scaling: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """I and P, each `(head_dim, head_dim)`, times `scaling`, such that x (I cos + P sin) = R x, with `wide` cos and
-        sin. They have the dtype and the device of `like`, `(..., head_dim)`.
+        """The matrices I and P, each `(head_dim, head_dim)`, times `scaling`, such that x (I cos + P sin) = R x, with
+        `wide` cos and sin. They have the dtype and the device of `like`, `(..., head_dim)`.
         """
         eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device) * scaling
         one, none = like.new_ones(len(self.first)), like.new_zeros(len(self.first))
         return eye, self.rotate_wide(eye, self.wide(none, like.shape[-1]), one) - eye * self._fixed(like)
 
     def _fixed(self, like: torch.Tensor) -> torch.Tensor:
-        """1 for the dimensions without a rotation, `(head_dim,)`."""
+        """A vector `(head_dim,)` that is 1 for the dimensions without a rotation, and 0 for the others."""
         fixed = like.new_ones(like.shape[-1])
         fixed[[*self.first, *self.second]] = 0
         return fixed
 
 
 def _dimensions(x: torch.Tensor, some: slice | list[int]) -> torch.Tensor:
-    """Some dimensions of states, `(..., dims)`; a run of them in half the time of an index."""
+    """Select some dimensions of states, `(..., dims)`; a contiguous run as a view, in half the time of an index."""
     if isinstance(some, slice) and some.step == 1:
         return x.narrow(-1, some.start, some.stop - some.start)
     return x[..., some]

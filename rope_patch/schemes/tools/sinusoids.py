@@ -10,7 +10,7 @@ from rope_patch.errors import InvalidField
 def sinusoidal_rows(
     positions: torch.Tensor, dim: int, base: float = 10000.0, layout: str = "interleaved"
 ) -> torch.Tensor:
-    """PE of the given positions, in float64, because float32 loses the digits of large angles.
+    """The sinusoids PE of the given positions, in float64, because float32 loses the digits of large angles.
 
     Args:
         positions: `(..., length)`, also fractional or negative.

@@ -33,8 +33,8 @@ def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> Non
 
 
 def rows_at(table: torch.Tensor, positions: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Rows of a table `(rows, hidden)` at integer positions of any shape: `(*positions.shape, hidden)`, in float32 or
-    wider.
+    """Look up rows of a table `(rows, hidden)` at integer positions of any shape: `(*positions.shape, hidden)`, in
+    float32 or wider.
 
     Raises:
         UnsupportedPositions: see `require_positions`.
