@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Options:
-    checkpoint: Positional[FolderWord] = (
-        None  # folder, GGUF file or Hub ID (default: the small checkpoint of the recipes)
-    )
+    checkpoint: Positional[FolderWord] = None  # folder, GGUF file or Hub ID (default: the recipes' small checkpoint)
     scheme: OptionalScheme = None  # scheme (default: the one that the folder records, or rerope:window=L/2+logn)
     max_length: OptionalLength = None  # longest prompt with its answer (default: what the scheme reaches, or 4 L)
     max_tokens: Count = None  # longest answer, unless the page sets it (default: 256, at most L/4)
