@@ -18,7 +18,6 @@ seconds.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,8 @@ from rope_patch.cli.options import (
     run,
     say,
 )
-from rope_patch.errors import EvaluationError, require
+from rope_patch.errors import EvaluationError
+from rope_patch.serving.listening import check_packages, check_port, listen
 
 
 @dataclass(kw_only=True)
@@ -59,20 +59,18 @@ class Options:
 def main(options: Options) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     in_one_process("serve")
-    for package in ("fastapi", "uvicorn", "openai"):
-        require(package, "the server", extra="serve")
-    import uvicorn
-
+    check_packages()
+    check_port(options.host, options.port)
     from rope_patch import patch, unpatch
     from rope_patch.models.find_stacks import read_stack
     from rope_patch.models.record import Record
     from rope_patch.mounting.longest_text import longest_text
     from rope_patch.patching import find_handle
-    from rope_patch.saving.loading import load_model, load_tokenizer, quiet_transformers
-    from rope_patch.serving.batch import PAGE, Batch
+    from rope_patch.serving.batch import Batch
     from rope_patch.serving.factors import Reaches, models_by_factor, schemes_by_factor
     from rope_patch.serving.sampling import Sampling
     from rope_patch.serving.server import Server
+    from rope_patch.serving.start import batch_settings, check_memory, check_paged, load_served
 
     for name, least in {
         "max_length": 1,
@@ -83,11 +81,7 @@ def main(options: Options) -> None:
     }.items():
         if (value := getattr(options, name)) is not None and value < least:
             raise EvaluationError(f"--{name.replace('_', '-')} {value}: at least {least} is allowed")
-    with quiet_transformers():
-        model: Any = load_model(options.checkpoint, dtype=options.dtype, device=options.device)
-        tokenizer = load_tokenizer(options.checkpoint)
-    if not hasattr(model, "init_continuous_batching"):
-        raise EvaluationError(f"{type(model).__name__} is not served by continuous batching of Transformers")
+    model, tokenizer = load_served(options.checkpoint, options.dtype, options.device)
     checkpoint = read_stack(model).checkpoint
     trained = checkpoint.max_length
     models: dict[int | None, Any] = {None: model}
@@ -102,10 +96,8 @@ def main(options: Options) -> None:
     elif options.scheme is not None:
         patch(model, options.scheme)
     handles = [find_handle(one) for one in models.values()]
-    for handle in filter(None, handles):
-        if handle.scheme.stateful or "running_bias" in handle.scheme.methods:
-            reason = "a paged cache cannot keep what it sums up over earlier tokens"
-            raise EvaluationError(f"{handle.scheme} is not served: {reason}")
+    for handle in handles:
+        check_paged(handle)
     longest = max(schemes) * trained if schemes else longest_text(handles[0], checkpoint)
     limit = options.max_length or longest
     if schemes and limit > longest:
@@ -115,27 +107,16 @@ def main(options: Options) -> None:
     default = Sampling(options.temperature, options.top_p)
     batches = {}
     for factor, one in models.items():
-        settings = {
-            "num_blocks": options.max_requests * math.ceil(reaches.of(factor) / PAGE),
-            "max_batch_tokens": options.max_batch_tokens or (limit if whole_prompts else 512),
-            "auto_switch_to_flash": False,  # it would bypass the scheme
-            "max_blocks_per_request": 0,  # block tables, likewise
-        }
+        check_memory(one, options.max_requests * reaches.of(factor))
+        step = options.max_batch_tokens or (limit if whole_prompts else 512)
+        settings = batch_settings(reaches.of(factor), options.max_requests, step)
         batches[factor] = Batch(one, tokenizer, settings, default)
     server = Server(options.checkpoint, model, batches, reaches, options.max_tokens, options.api_key)
     scheme, each = options.scheme if options.factors else getattr(handles[-1], "scheme", "no scheme"), ""
     if schemes:
         each = f", each under the smallest factor of {', '.join(map(str, reaches.by_factor))} that covers it"
     say(f"serving {options.checkpoint} (L = {trained}) under {scheme}, up to {limit} tokens a request{each}")
-    uvicorn.run(
-        server.application(),
-        host=options.host,
-        port=options.port,
-        http="h11",  # refuses endless headers
-        log_level="info",
-        access_log=False,
-        timeout_graceful_shutdown=10,
-    )
+    listen(server.application(), options.host, options.port)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ COMMANDS = {
     "export": _OWN / "export.py",
     "doctor": _OWN.parent / "doctor" / "command.py",
     "serve": _ROOT / "recipes" / "serve.py",
+    "demo-chat": _OWN / "demo_chat.py",
     "checkpoint": _ROOT / "tools" / "fetch_checkpoint.py",
     "completion": _OWN / "completion.py",
 }

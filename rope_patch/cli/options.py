@@ -86,6 +86,7 @@ Readers = Annotated[str, _arg(name="for", metavar="NAME,NAME,...")]  # programs 
 Names = Annotated[tuple[str, ...], _arg(metavar="NAME")]  # words behind one option
 Amounts = Annotated[tuple[float, ...], _arg(metavar="FLOAT")]  # numbers behind one option
 Word = Annotated[str | None, _arg(metavar="[NAME]")]  # a positional word that may be left out
+FolderWord = Annotated[str | None, _arg(metavar="[DIR]")]  # a checkpoint as such a word
 Words = Annotated[tuple[str, ...], _arg(metavar="[NAME ...]")]  # several of them
 Name = Annotated[str, _arg(metavar="NAME")]
 File = Annotated[str, _arg(metavar="FILE")]

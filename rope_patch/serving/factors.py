@@ -104,10 +104,15 @@ def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any
         raise AlreadyPatched(f"{type(model).__name__} carries {handle.scheme}, so no factor can choose its scheme")
     models = {}
     for factor, scheme in schemes.items():
-        models[factor] = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        models[factor] = sharing_weights(model)
         with ignoring_idle(factor):
             patch(models[factor], scheme)
     return models
+
+
+def sharing_weights(model: Any) -> Any:
+    """Copy a model so that the copy shares its weights, and has buffers and patches of its own."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 @contextmanager

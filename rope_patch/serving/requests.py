@@ -146,6 +146,14 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+class PromptRequest(DrawnRequest):
+    """What the page of `rope-patch demo-chat` asks about: a document, and a question at its end."""
+
+    document: str
+    question: str = ""
+    max_tokens: Count | None = None
+
+
 Body = TypeVar("Body", bound=DrawnRequest)
 
 

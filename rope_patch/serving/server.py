@@ -87,26 +87,29 @@ class Server:
 
     def application(self) -> Any:
         """Build the server as an ASGI application."""
+        return Starlette(routes=self.routes(), lifespan=lambda _: self.running())
 
-        @contextlib.asynccontextmanager
-        async def lifespan(_: Any) -> AsyncIterator[None]:
-            try:
-                for batch in self.batches.values():
-                    await batch.start()
-                yield
-            finally:
-                await asyncio.gather(*(batch.stop() for batch in self.batches.values()))
-                for pool in (self.small, self.large):
-                    pool.shutdown(wait=False, cancel_futures=True)
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the batches inside the block."""
+        try:
+            for batch in self.batches.values():
+                await batch.start()
+            yield
+        finally:
+            await asyncio.gather(*(batch.stop() for batch in self.batches.values()))
+            for pool in (self.small, self.large):
+                pool.shutdown(wait=False, cancel_futures=True)
 
-        routes = [
+    def routes(self) -> list[Route]:
+        """List what the server answers, by path."""
+        return [
             Route("/v1/completions", Endpoint(self, self.completions, self.reply, limits.ANSWERS), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self, self.chats, self.reply), methods=["POST"]),
             Route("/v1/responses", Endpoint(self, self.responses, self.reply), methods=["POST"]),
             Route("/v1/models", Endpoint(self, None, self.models), methods=["GET"]),
             Route("/health", self.health),
         ]
-        return Starlette(routes=routes, lifespan=lifespan)
 
     def check_key(self, request: Request) -> None:
         """Refuse a request without the key."""
@@ -152,11 +155,7 @@ class Server:
         if content.get("tools"):
             return self.begin("chat", content)
         asked = self.parse(requests.ChatRequest, content)
-        try:
-            messages = [message.as_template_has_it() for message in asked.messages]
-            prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except WRONG as wrong:
-            raise Refusal(f"messages: {type(wrong).__name__}: {wrong!s:.400}") from wrong
+        prompt = self.in_template([message.as_template_has_it() for message in asked.messages])
         return Asked(asked, self.answers(asked, [prompt], asked.max_completion_tokens or asked.max_tokens), Chats)
 
     def responses(self, body: bytes) -> Exchange:
@@ -206,6 +205,13 @@ class Server:
         if self.tokenizer.chat_template is None:
             advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
             raise Refusal(f"{self.names[0]} has no chat template: {advice}")
+
+    def in_template(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Write a conversation as ids, up to where its next message begins."""
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except WRONG as wrong:
+            raise Refusal(f"messages: {type(wrong).__name__}: {wrong!s:.400}") from wrong
 
     def answers(self, asked: Any, prompts: Sequence[str | list[int]], new_tokens: int | None) -> list[Answer]:
         """Prepare the answers that a request wants, before they begin: n to each prompt."""
