@@ -47,9 +47,8 @@ from rope_patch.json_files import read_fields, read_rows, read_settings
 LINEAR = "linear "  # before a scheme: under linear attention
 
 # the fields that are read from the rows of earlier runs, and their types, by file
-FIELDS: dict[str, dict[str, Any]] = {
-    "costs.jsonl": {"encoding": str, "relative_speed": float, "relative_memory": float}
-}
+FIELDS: dict[str, dict[str, Any]] = {}
+FIELDS["costs.jsonl"] = {"encoding": str, "relative_speed": float, "relative_memory": float}
 FIELDS["results.jsonl"] = {"encoding": str, "seed": int, "length": int, "nll": float | None, "failure": str | None}
 FIELDS["results.jsonl"] |= {"slots": list[str], "windows": int, "encoding_parameters": int}
 

@@ -420,12 +420,12 @@ def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any
     from rich.console import Console
     from rich.table import Table
 
-    from rope_patch.evaluation.scheme_specs import CONTROLS, display_name
+    from rope_patch.evaluation.scheme_specs import CONTROLS, in_a_sentence
     from rope_patch.evaluation.tables import Grid, signed
 
     grid = Grid.from_rows([row for line in rows for row in rows[line]])
     (first, *middle, target), trained = grid.lengths, grid.any.training_length
-    free = display_name(grid.baseline)
+    free = in_a_sentence(grid.baseline)
     table = Table("scheme", str(target), "minus reference", f"minus plain at {first}", *map(str, middle))
     table.title = f"{grid.any.model}: NLL in nats per token, L = {trained}, best first"
     table.add_column("served by")

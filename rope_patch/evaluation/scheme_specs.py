@@ -28,6 +28,12 @@ LONG = 60  # characters of a spec that tables and charts show whole
 _NAMES = {PLAIN: "plain checkpoint", WINDOW: "sliding window", TRUNCATED: "truncated text", NEAR: "passage inside L"}
 
 
+def in_a_sentence(line: str) -> str:
+    """The display name of a line in a sentence: references but truncated text have an article."""
+    name = display_name(line)
+    return f"the {name}" if line in _NAMES and line != TRUNCATED else name
+
+
 def display_name(line: str | Scheme) -> str:
     """The display name of a line: "ReRoPE, w = 128, log-n" for `rerope:window=128+logn`.
 

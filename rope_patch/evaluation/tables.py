@@ -20,7 +20,7 @@ from rope_patch.data.windows import FEW
 from rope_patch.errors import EvaluationError, counted
 from rope_patch.evaluation.effective_length import NEAR_NOTHING, SHARE, effective_length
 from rope_patch.evaluation.row import Row, by_line
-from rope_patch.evaluation.scheme_specs import COMPARED, NEAR, TRUNCATED, WINDOW, display_name
+from rope_patch.evaluation.scheme_specs import COMPARED, NEAR, TRUNCATED, WINDOW, display_name, in_a_sentence
 from rope_patch.evaluation.standard_errors import (
     FEW_TOKENS,
     is_below,
@@ -281,7 +281,7 @@ def losses(rows: Sequence[Row], width: int = WIDE) -> Group:
     title = f"{Path(grid.any.model).name}: NLL in nats per token by context length, L = {trained}"
     errors = "the error of each loss"
     if grid.row(grid.baseline, grid.lengths[0]):
-        errors = f"loss minus that of {display_name(grid.baseline)}, ± the error of this difference"
+        errors = f"loss minus that of {in_a_sentence(grid.baseline)}, ± the error of this difference"
     notes = [
         *(["* best of its column, by more than noise"] if starred else []),
         f"below each loss: {errors}",

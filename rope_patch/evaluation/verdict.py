@@ -22,6 +22,7 @@ from rope_patch.evaluation.scheme_specs import (
     TRUNCATED,
     WINDOW,
     display_name,
+    in_a_sentence,
 )
 from rope_patch.evaluation.standard_errors import (
     TAIL,
@@ -138,8 +139,7 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
         tries: how many rows it is the best of; 1 if other text chose it.
     """
     difference, error = paired_difference(best, free)
-    what = "the sliding window" if free.line == WINDOW else "truncated text"
-    reference, name = f"{what} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
+    reference, name = f"{in_a_sentence(free.line)} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
     apart = f"{abs(difference):.3f} {'below' if difference < 0 else 'above'}"
     few, too_few = FEW_COPIES if best.protocol == "repeat" else FEW, ""
     if tells_nothing(best):
