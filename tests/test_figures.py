@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -19,8 +20,6 @@ from tools import encodings_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-SCHEME = "rerope:window=1024+logn"
-EXTENDED = "self_extend:target=auto,window=1024"
 
 
 def mean(name: str, line: str, length: int, model: str = "tinyllama-1.1b") -> float:
@@ -29,17 +28,21 @@ def mean(name: str, line: str, length: int, model: str = "tinyllama-1.1b") -> fl
     return statistics.fmean(row.loss for row in rows if (row.line, row.length) == (line, length))
 
 
+NOVEL = [("plain", 16384), ("plain", 8192), ("rerope:window=4096+logn", 16384)]  # beyond L, truncated, patched
+
+
 def test_the_headline_of_the_readme() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    cut, scheme = (mean("repeat", line, 16384, "smollm2-135m") for line in ("cut", "rerope:window=4096+logn"))
-    assert f"**{cut:.2f} → {scheme:.2f} nats per token**" in text
-    cut, extended, scheme, near = (mean("repeat", line, 4096) for line in ("cut", EXTENDED, SCHEME, "near"))
-    assert f"it is {cut:.2f} → {extended:.2f} under Self-Extend and {scheme:.2f} under ReRoPE with log-n" in text
-    assert f"with the passage inside L {near:.2f}" in text
-    of_novel = [mean("perplexity", line, 4096) - mean("perplexity", "plain", 2048) for line in (SCHEME, EXTENDED)]
-    others = {(row.line, row.text): row.others_nll for row in Rows(RESULTS / "real/tinyllama-1.1b/far.jsonl").rows}
-    costs = [others[key] - others["cut", key[1]] for key in others if key[0] in (SCHEME, EXTENDED)]
-    assert f"a scheme costs TinyLlama {min(costs):.2f} to {max(costs + of_novel):.2f}" in text
+    of_novel = {key: math.exp(mean("perplexity", *key, "smollm2-135m")) for key in NOVEL}
+    plain, at_l, scheme = (f"{of_novel[key]:,.0f}" for key in NOVEL)
+    far = [math.exp(mean("repeat", line, 16384, "smollm2-135m")) for line in ("cut", NOVEL[2][0], "near")]
+    assert f"At 16,384 its perplexity on a novel is **{plain}**; under ReRoPE with log-n it is {scheme}." in text
+    assert f"the last 8,192 tokens only, which gives {at_l}." in text
+    assert (
+        f"with perplexity {far[0]:.1f}, under ReRoPE with {far[1]:.1f} (and with {far[2]:.1f} without a scheme" in text
+    )
+    told = f"plain model {plain}, truncated text {at_l}, ReRoPE with log-n {scheme}."
+    assert told in text
 
 
 def test_the_families_of_the_readme() -> None:

@@ -3,13 +3,15 @@
     python -m tools.front
     python -m tools.front --output runs/front
 
-`front` is on the README. Above, a passage that the text repeats more than L later: with truncated
-text, under two schemes, and inside L. Below, the next words of a novel, which hardly need what is far. Bars are means
-over texts. `retrieval` is the share of a hidden span that the small checkpoint finds at 4L, a mean over depths.
+`front` is on the README. Above, the next words of a novel: the plain checkpoint beyond its length, on truncated text,
+and under ReRoPE with log-n. Below, a passage that the text repeats more than L later, for the last two. Bars are
+perplexities of the mean loss over texts. `retrieval` is the share of a hidden span that the small checkpoint finds at
+4L, a mean over depths.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +24,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rope_patch.evaluation.row import Row
 
-ROWS = Path("docs/results/real/tinyllama-1.1b")
-SCHEMES = {"rerope:window=1024+logn": "ReRoPE, log-n", "self_extend:target=auto,window=1024": "Self-Extend"}
-FAR = {"cut": "truncated text", **SCHEMES, "near": "passage inside L"}  # lines of repeat.jsonl
-NOVEL = {"plain": "truncated text", **SCHEMES}  # lines of perplexity.jsonl
+ROWS = Path("docs/results/real/smollm2-135m")
+SCHEME = "rerope:window=4096+logn"
+NOVEL = {"plain": "plain model", "cut": "truncated text", SCHEME: "ReRoPE, log-n"}  # lines of perplexity.jsonl
+FAR = {"cut": "truncated text", SCHEME: "ReRoPE, log-n"}  # lines of repeat.jsonl
 SPANS = Path("docs/results/passkey/spans.jsonl")
 FOUND = {  # lines of spans.jsonl
     "plain": "plain checkpoint",
@@ -35,8 +36,8 @@ FOUND = {  # lines of spans.jsonl
     "yarn:target=auto": "YaRN",
     "rerope:window=128+logn": "ReRoPE, log-n",
 }
-REFERENCES = ("truncated text", "passage inside L", "plain checkpoint", "sliding window")  # grey bars
-LENGTH = 4096  # tokens, 2L
+REFERENCES = ("plain model", "truncated text", "plain checkpoint", "sliding window")  # grey bars
+LENGTH = 16384  # tokens, 2L
 SIZE = 13  # points: still read where the picture is 400 pixels wide
 
 
@@ -74,13 +75,13 @@ def main(options: Options) -> None:
 
 
 def front(page: Page) -> Figure:
-    """Two panels over one scale of losses."""
-    far, novel = losses("repeat", FAR), losses("perplexity", NOVEL)
-    figure = sheet(5.5, "TinyLlama, 4,096 tokens: twice its L", page)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[len(far), len(novel)])
-    bars(above, "A passage read more than L tokens ago", far, page)
-    bars(below, "The next words of a novel", novel, page)
-    below.set_xlabel("NLL, nats per token: shorter is better", size=SIZE, color=page.ink)
+    """Two panels, each with its own scale of perplexities."""
+    novel, far = perplexities("perplexity", NOVEL), perplexities("repeat", FAR)
+    figure = sheet(4.6, "SmolLM2-135M, trained on 8,192 tokens, at 16,384", page)
+    above, below = figure.subplots(2, 1, height_ratios=[len(novel), len(far)])
+    bars(above, "The next words of a novel", novel, page, form="{:,.0f}")
+    bars(below, "A passage from the start, repeated", far, page, form="{:.1f}")
+    below.set_xlabel("perplexity: shorter is better", size=SIZE, color=page.ink)
     return figure
 
 
@@ -108,17 +109,19 @@ def sheet(height: float, about: str, page: Page) -> Figure:
     return figure
 
 
-def losses(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
-    """By the name of a line: its loss on each text at 2L; the plain checkpoint reads L of them."""
+def perplexities(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
+    """By the name of a line: the perplexity of its mean loss over texts, at 2L. Truncated text is the plain checkpoint
+    at L where no row has it.
+    """
     from rope_patch.evaluation.row import Rows
 
     rows = Rows(ROWS / f"{protocol}.jsonl").rows
-    return {name: [row.loss for row in rows if row.line == line and at(row)] for line, name in names.items()}
-
-
-def at(row: Row) -> bool:
-    """Whether a row has the length that the picture shows."""
-    return row.length == (row.training_length if row.line == "plain" else LENGTH)
+    lines = {row.line for row in rows}
+    found = {}
+    for line, name in names.items():
+        key = (line, LENGTH) if line in lines else ("plain", rows[0].training_length)
+        found[name] = [math.exp(statistics.fmean(row.loss for row in rows if (row.line, row.length) == key))]
+    return found
 
 
 def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page, form: str = "{:.2f}") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -26,11 +27,12 @@ def nll(protocol: str, line: str, length: int) -> float:
 
 def test_bars_are_the_means_of_the_rows():
     above, below = front.front(front.PAGES[""]).axes
-    far = [nll("repeat", line, 4096) for line in front.FAR]
-    novel = [nll("perplexity", "plain", 2048), *(nll("perplexity", line, 4096) for line in front.SCHEMES)]
-    for axes, values in ((above, far), (below, novel)):
-        assert [bar.get_width() for bar in axes.patches] == pytest.approx(values)
-        assert [text.get_text().strip() for text in axes.texts] == [f"{value:.2f}" for value in values]
+    cut = nll("perplexity", "plain", 8192)
+    novel = [nll("perplexity", "plain", 16384), cut, nll("perplexity", front.SCHEME, 16384)]
+    far = [nll("repeat", line, 16384) for line in ("cut", front.SCHEME)]
+    for axes, values, shown in ((above, novel, ["1,358", "55", "58"]), (below, far, ["24.8", "2.1"])):
+        assert [bar.get_width() for bar in axes.patches] == pytest.approx([math.exp(value) for value in values])
+        assert [text.get_text().strip() for text in axes.texts] == shown
 
 
 def test_the_found_spans_are_the_means_over_depths():
