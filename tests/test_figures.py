@@ -37,10 +37,9 @@ def test_the_headline_of_the_readme() -> None:
     plain, at_l, scheme = (f"{of_novel[key]:,.0f}" for key in NOVEL)
     far = [math.exp(mean("repeat", line, 16384, "smollm2-135m")) for line in ("cut", NOVEL[2][0], "near")]
     assert f"At 16,384 its perplexity on a novel is **{plain}**; under ReRoPE with log-n it is {scheme}." in text
-    assert f"the last 8,192 tokens only, which gives {at_l}." in text
-    assert (
-        f"with perplexity {far[0]:.1f}, under ReRoPE with {far[1]:.1f} (and with {far[2]:.1f} without a scheme" in text
-    )
+    assert f"truncate the text to its last 8,192 tokens, which gives {at_l}." in text
+    assert f"with perplexity {far[0]:.1f}, under ReRoPE with {far[1]:.1f}. Even" in text
+    assert f"with the passage inside its length it has {far[2]:.1f} without a scheme." in text
     told = f"plain model {plain}, truncated text {at_l}, ReRoPE with log-n {scheme}."
     assert told in text
 

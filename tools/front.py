@@ -77,7 +77,7 @@ def main(options: Options) -> None:
 def front(page: Page) -> Figure:
     """Two panels, each with its own scale of perplexities."""
     novel, far = perplexities("perplexity", NOVEL), perplexities("repeat", FAR)
-    figure = sheet(4.6, "SmolLM2-135M, trained on 8,192 tokens, at 16,384", page)
+    figure = sheet(4.6, "SmolLM2-135M-Instruct, trained on 8,192 tokens, at 16,384", page)
     above, below = figure.subplots(2, 1, height_ratios=[len(novel), len(far)])
     bars(above, "The next words of a novel", novel, page, form="{:,.0f}")
     bars(below, "A passage from the start, repeated", far, page, form="{:.1f}")
