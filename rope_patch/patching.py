@@ -63,7 +63,7 @@ def patch(
             taken.
         replace: take off the scheme that the model carries, with its learned parameters, and put this one in its place.
         allow_untrained: accept a scheme that scales a rotation (`yarn`, `pi`, `ntk` ...) where the model was trained
-            with a bias instead, as T5 was: you are about to train it.
+            with a learned bias instead, as T5 was: you are about to train it.
         **fields: the scheme's fields, with exactly one name. `target`, a length in tokens or a multiple of the length
             that the model reads today (`"4x"`), may stand beside several: it fills the fields that are left open, so
             that the scheme reaches that length on this model. `"auto"` fills those that follow from the model alone.
@@ -102,11 +102,9 @@ def patch(
         if not allow_untrained and (lost := scaled_in_vain(mounted)):
             typed = spelled(scheme)
             raise UnsupportedModel(
-                f"{typed} scales a rotation, and {type(model).__name__} has none: it was trained with {lost}, and "
-                "without "
-                "that its answers are noise until it is trained again. Schemes that keep what it has: 't5' with "
-                "interpolation=4 for T5's buckets, 'logn', 'window'. To train it under this one, write "
-                f"patch(model, {typed!r}, allow_untrained=True)"
+                f"{typed} scales a rotation, and {type(model).__name__} has none: it was trained with {lost}. Without "
+                "that its answers are noise until it is trained again. 't5' with interpolation=4, 'logn' and 'window' "
+                f"keep what it has. To train it under this one, write patch(model, {typed!r}, allow_untrained=True)"
             )
         if warning := scheme_warning(scheme, mounted):
             warn(warning, stacklevel=2)

@@ -259,13 +259,13 @@ def small_t5():
 def test_a_rotation_is_scaled_where_there_is_none_only_if_you_say_so(scheme):
     model = small_t5()
     with pytest.raises(
-        UnsupportedModel, match=f"it was trained with a bias.*{re.escape(scheme)}', allow_untrained=True"
+        UnsupportedModel, match=f"it was trained with a learned bias.*{re.escape(scheme)}', allow_untrained=True"
     ):
         patch(model, scheme)
     assert current_scheme(model) is None
     with pytest.warns(RopePatchWarning, match="needs training under"):
         patch(model, scheme, allow_untrained=True)
-    with pytest.raises(UnsupportedModel, match="trained with a bias"):
+    with pytest.raises(UnsupportedModel, match="trained with a learned bias"):
         patch(model, "ntk:factor=2", replace=True)
     assert spelled(current_scheme(model)) == scheme
 

@@ -48,14 +48,15 @@ def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]])
 
 
 def scaled_in_vain(mounted: Sequence[tuple[Stack, Plan]]) -> str:
-    """What a model was trained with instead of a rotation, where it would be replaced by a rotation that a scheme for
-    pretrained ones scales; empty elsewhere. The parts of the model are `mounted` as in `scheme_warning`.
+    """The learned positions, such as T5's bias, that a scheme replaces by a scaled rotation which the model never had;
+    empty elsewhere. The parts of the model are `mounted` as in `scheme_warning`.
     """
     for stack, plan in _by_scheme(mounted):
         rotations = [part for part in plan.scheme.parts() if "frequencies" in part.slots]
         scales = any(part.regime != "from-scratch" and type(part) is not RoPE for part in rotations)
-        if scales and not stack.rotary and stack.absolute is None and (lost := lost_positions(stack, plan.scheme)):
-            return lost.replace("the", "a", 1)
+        learned = stack.native is not None and stack.native.learns and not stack.rotary
+        if scales and learned and (lost := lost_positions(stack, plan.scheme)):
+            return lost.replace("the", "a learned", 1)
     return ""
 
 
