@@ -224,7 +224,7 @@ AT_WORK = [
 
 @pytest.mark.parametrize("spec", IDLE)
 def test_a_patch_without_effect_is_told_once(spec, model):
-    reason = f"{get_scheme(spec)} changes nothing in texts of up to 1024 tokens, twice the model's maximum"
+    reason = f"{spec} changes nothing in texts of up to 1024 tokens, twice the model's maximum"
     assert warned(lambda: patch(model, spec)) == [reason]
     assert [row for row in describe(model).tables[0] if row[0] == "warning"] == [("warning", reason)]
 

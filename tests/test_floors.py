@@ -91,7 +91,7 @@ def climbs():
     found = {}
     for model, spec, act in situations():
         patched = copy.deepcopy(model)
-        patch(patched, spec)
+        patch(patched, spec, allow_untrained=True)
         with recorded() as calls:
             act(patched)
         assert len(calls.entered) > 3, (spec, act.__name__)
