@@ -1,4 +1,4 @@
-"""What a budget in minutes allows, from the time that one window of each length takes."""
+"""Fit a measurement into a budget of minutes, from the time that one window of each length takes."""
 
 from __future__ import annotations
 

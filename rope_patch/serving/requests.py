@@ -147,7 +147,7 @@ class ChatRequest(GenerationRequest):
 
 
 class PromptRequest(DrawnRequest):
-    """What the page of `rope-patch demo-chat` asks about: a document, and a question at its end."""
+    """A question of the page of `rope-patch demo-chat`: a document, and what is asked of it at its end."""
 
     document: str
     question: str = ""

@@ -57,7 +57,7 @@ def _integer_factor(layer: Layer) -> bool:
 
 
 def _growth(layer: Layer) -> float:
-    """What `dynamic` multiplies in its base: k N / L - (k - 1), with N = max_position_embeddings and L =
+    """The growth of the base under `dynamic`: k N / L - (k - 1), with N = max_position_embeddings and L =
     max_trained_positions, which is N if it is missing.
     """
     rotation, trained = layer.rotation, float(layer.entry.get("max_trained_positions") or layer.rotation.longest)
