@@ -1,4 +1,4 @@
-"""What GitHub runs and shows: every command exists, the versions are the declared ones, and the forms are forms."""
+"""Workflows and forms for GitHub: their commands exist, and their versions are the declared ones."""
 
 from __future__ import annotations
 

@@ -42,15 +42,18 @@ def renew_checksum(folder: Path) -> None:
 
 
 def check_belongs(settings: dict[str, Any], file: Path, weights: Path | None) -> None:
-    """Check that the record of a scheme was saved with the adapters beside it.
+    """Check that a file holds the record of a scheme, and was saved with the adapters beside it.
 
     Args:
         settings: the fields of the record's `file`.
         weights: of the adapters; None if there are none.
 
     Raises:
-        InvalidField: it was saved with others: PEFT alone, which does not know the file, saved adapters there again.
+        InvalidField: it holds no record, or was saved with others: PEFT alone, which does not know the file, saved
+            adapters there again.
     """
+    if not isinstance(settings.get(RECORD), dict):
+        raise InvalidField(f"{file} has no scheme under {RECORD!r}; save the adapters again, or delete {file.name}")
     stated = settings.get(_WEIGHTS)
     if stated is not None and weights is not None and stated != _checksum(weights):
         raise InvalidField(

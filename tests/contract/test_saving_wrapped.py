@@ -161,6 +161,14 @@ def test_a_record_that_was_saved_with_other_adapters_is_refused(llama, tmp_path)
     assert torch.equal(logits(again, tokens()), logits(plain, tokens()))
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"rope_patch": null}'])
+def test_a_file_without_a_record_is_not_taken_for_a_plain_model(content, llama, tmp_path):
+    folder, _ = adapters_of(llama, tmp_path)
+    (folder / "rope_patch.json").write_text(content)
+    with pytest.raises(InvalidField, match="has no scheme under 'rope_patch'"):
+        rope_patch.from_pretrained(folder)
+
+
 def test_adapters_that_transformers_saves_keep_their_record(llama, tmp_path):
     llama.save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
