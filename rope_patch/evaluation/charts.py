@@ -98,7 +98,8 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     shown = [one for one in grid.series if one.step is None or one.step in {0, *grid.steps(one.line)[-1:]}]
     shown = [one for one in shown if not (one.line == WINDOW and grid.lost_its_sinks)]
     bands = "bands: ± one standard error" + ", in the lower panel of the difference" * close_up
-    notes = [f"Model: {Path(grid.any.model).name}, trained at L = {trained}", *grid.notes()]
+    model = f"model: {Path(grid.any.model).name}, " if grid.any.model else ""
+    notes = [f"{model}trained at L = {trained}", *grid.notes()]
     notes += [bands] if grid.any.nll_by_document[1:] else []
     notes += ["dotted: before the training"] if any(one.step for one in shown) else []
     caption = ". ".join(note[:1].upper() + note[1:] for note in notes) + "."
@@ -117,7 +118,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
     if close_up:
         low, high = close_range({one: pairs for one, pairs in apart.items() if one.line != grid.baseline})
         axes[1].set_ylim(low, high)
-        axes[1].set_ylabel("nats above the reference")
+        axes[1].set_ylabel(f"nats above {display_name(grid.baseline)}")
         axes[1].axvline(1, color=FAINT, linewidth=1, linestyle=":", zorder=1)
     scale_lengths(axes[0], multiples, [f"{m:g}L\n{n}" for m, n in zip(multiples, grid.lengths, strict=True)])
     axes[0].set_ylabel("NLL, nats per token")
