@@ -1,4 +1,4 @@
-"""The late mount: pre-hooks of a stack and of its attention modules; docs/architecture.md describes it."""
+"""The late mount: pre-hooks of a stack and of its attention modules; docs/architecture/mounting.md describes it."""
 
 from __future__ import annotations
 
