@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 
-from rope_patch.attention import decay
+from rope_patch.attention import decay, rotation_kernel
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, spans_between
@@ -306,8 +307,10 @@ class Problem:
         rotated a few at a time keep their rotation in `turn`.
         """
         query, key = cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
-        later = self.mode not in ("oracle", "reference") and self.decay is None
-        later = later and query.is_cpu and not (self.biased or self.compiling)
+        by_definition = self.mode in ("oracle", "reference") or self.compiling
+        if not by_definition and turner.at_once and rotation_kernel.supports(query, key):
+            return self._branches_at_once(turner)
+        later = query.is_cpu and not (by_definition or self.biased or self.decay is not None)
         keys: dict[tuple[PositionMap, int], torch.Tensor] = {}  # regions with the same rotation share them
         branches = []
         for region in turner.regions:
@@ -321,6 +324,21 @@ class Problem:
             within = None if region == ALL_PAIRS else region
             branches.append(Branch(within, rotated, keys[region.key_map, first], first, turn))
         return tuple(branches)
+
+    def _branches_at_once(self, turner: Turner) -> tuple[Branch, ...]:
+        """The same, where one kernel rotates the queries of all regions, and one the keys."""
+        query, key = cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
+        call, oldest = turner.fused(query, key, in_order=True), [self._oldest(region) for region in turner.regions]
+        queries = rotation_kernel.rotations(query, call.query_tables, call.partner)
+        read = min(itertools.compress(oldest, call.key_tables), default=0)  # the oldest key that is rotated
+        rotated = rotation_kernel.rotations(key, call.key_tables, call.partner, read)
+        keys: dict[tuple[int, int], torch.Tensor] = {}
+        for whole, first in zip(rotated, oldest, strict=True):
+            keys.setdefault((id(whole), first), whole[:, :, first:] if first else whole)
+        return tuple(
+            Branch(None if region == ALL_PAIRS else region, turned, keys[id(whole), first], first)
+            for region, turned, whole, first in zip(turner.regions, queries, rotated, oldest, strict=True)
+        )
 
     def _oldest(self, region: Region) -> int:
         """The oldest slot whose key a query may see in a region."""

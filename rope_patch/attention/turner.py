@@ -105,6 +105,16 @@ class Turner:
         """Whether states still need the rotation of a position map."""
         return self.layout is not None and position_map != self.anchor
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a kernel may rotate states for all regions at once: no gradient flows into the rotation, and it need
+        not be bit for bit that of attention modules.
+        """
+        if self.layout is None or self.exact:
+            return False
+        numbers = (cast(Frequencies, self.frequencies).inv_freq, cast(Frequencies, self.frequencies).attention_scaling)
+        return not any(isinstance(x, torch.Tensor) and x.requires_grad for x in numbers)
+
     def turn(
         self,
         x: torch.Tensor,

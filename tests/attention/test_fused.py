@@ -17,6 +17,7 @@ import torch
 
 import rope_patch
 from rope_patch import RopePatchWarning, get_scheme, patch
+from rope_patch.attention import rotation_kernel
 from rope_patch.attention.executors import fused, reference
 from rope_patch.attention.executors.fused import Blocks
 from rope_patch.attention.problem import Branch, Problem
@@ -325,7 +326,7 @@ def decoded(start_in_memory: bool) -> tuple[float, float]:
 def test_a_decoding_step_rotates_only_the_keys_that_it_scores_rotated(run, start_in_memory):
     error, share = run(decoded, start_in_memory)
     assert error < TOLERANCES["float32"]
-    assert 70 / 300 <= share <= (70 + 2 * fused.TOKENS) / 300
+    assert 70 / 300 <= share <= (70 + 2 * rotation_kernel.TOKENS) / 300
 
 
 def differentiated_twice() -> str:

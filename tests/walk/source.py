@@ -168,7 +168,7 @@ def _has_string(key: ast.AST, values: dict[str, ast.AST]) -> bool:
 
 # ways to rotate
 
-TURNS = {"rotate", "rotate_wide", "turn", "turned", "_product", "_rotated", "_apply", "query_rotation"}
+TURNS = {"rotate", "rotate_wide", "turn", "turned", "_product", "rotations", "_apply", "query_rotation"}
 TABLES = re.compile(r"cos|sin|cosine|sine|matrix|matrices|cos_\w+|sin_\w+")
 
 

@@ -11,6 +11,7 @@ import torch
 from rope_patch.attention.executors import reference
 from rope_patch.attention.merging import compiles
 from rope_patch.attention.problem import Branch, Output, Problem
+from rope_patch.attention.rotation_kernel import dense, launch, rotations
 from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.trials import Comparisons, Trial
@@ -177,7 +178,7 @@ def launched(problem: Problem, call: Fused, blocks: tuple[Blocks, Blocks, Blocks
         call: queries, keys, and their rotation.
         blocks: for forward, and for the gradients of queries and of keys; default `blocks_for` the device.
     """
-    query, key, value = states = [_dense(x) for x in (call.queries, call.keys, problem.value)]
+    query, key, value = states = [dense(x) for x in (call.queries, call.keys, problem.value)]
     if blocks is None:
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(query.device)) if query.is_cuda else ""
         rows, width = query.shape[1] // key.shape[1] * query.shape[2], max(query.shape[-1], value.shape[-1])
@@ -197,10 +198,6 @@ def launched(problem: Problem, call: Fused, blocks: tuple[Blocks, Blocks, Blocks
 def is_slope(problem: Problem, bias: DistanceBias) -> bool:
     """Whether a bias is one number per head. The gradient of a learned bias needs its table."""
     return bias.linear and (problem.causal or problem.q_length == 1) and not bias.learned
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Attention(torch.autograd.Function):
@@ -258,7 +255,7 @@ class _Attention(torch.autograd.Function):
         )
         problem, call, (by_query, by_key) = ctx.problem, ctx.call, ctx.blocks
         (batch, kv_heads, kv_length, _), length = key.shape, query.shape[2]
-        grad, delta, grad_v = _dense(grad), torch.empty_like(lse), torch.empty_like(value)
+        grad, delta, grad_v = dense(grad), torch.empty_like(lse), torch.empty_like(value)
         grad_table = torch.zeros_like(values) if of_bias else None
         at_queries, at_keys = (lse.new_empty(*lse.shape[:2], n) if of_sums else None for n in (length, kv_length))
         with torch.cuda.device_of(value):
@@ -310,8 +307,8 @@ def described(
         groups = torch.where(problem.mask[:, 0, 0], 0, -1)
     in_table = values is not None and values.ndim == 2
     given = Given(
-        q=tuple(map(States.from_tensor, _rotated(query, call.query_tables, call.partner))),
-        k=tuple(map(States.from_tensor, _rotated(key, call.key_tables, call.partner, first))),
+        q=tuple(map(States.from_tensor, rotations(query, call.query_tables, call.partner))),
+        k=tuple(map(States.from_tensor, rotations(key, call.key_tables, call.partner, first))),
         v=States.from_tensor(value),
         m=States.from_tensor(problem.query_positions),
         n=States.from_tensor(problem.key_positions),
@@ -349,42 +346,11 @@ def _first_key(problem: Problem, call: Fused) -> int | torch.Tensor:
     return problem.query_start - int(reach) if call.in_order and reach < math.inf else 0
 
 
-def _rotated(
-    x: torch.Tensor, tables: Sequence[Tables | None], partner: torch.Tensor | None, first: int | torch.Tensor = 0
-) -> list[torch.Tensor]:
-    """Rotate states by each of the tables, from slot `first` on."""
-    distinct = {id(table): table for table in tables if table is not None}
-    made = _rotate([x] * len(distinct), list(distinct.values()), partner, first) if distinct else []
-    rotated = {id(None): x, **dict(zip(distinct, made, strict=True))}
-    return [rotated[id(table)] for table in tables]
-
-
 def _rotated_back(
     grads: list[torch.Tensor], tables: Sequence[Tables | None], partner: torch.Tensor | None
 ) -> torch.Tensor:
     """The gradient of the states, from the gradients of what `_rotated` returned."""
-    return grads[0] if tables == (None,) else _rotate(grads, tables, partner, back=True)[0]
-
-
-def _rotate(
-    states: list[torch.Tensor],
-    tables: Sequence[Tables | None],
-    partner: torch.Tensor | None,
-    first: int | torch.Tensor = 0,
-    back: bool = False,
-) -> list[torch.Tensor]:
-    from rope_patch.attention import triton_kernels as kernels
-
-    strided, (batch, heads, length, dim) = kernels.States.from_tensor, states[0].shape
-    rotated = [torch.empty_like(x) for x in (states[:1] if back else states)]
-    by = tuple(table and tuple(strided(_dense(x).expand_as(states[0])) for x in table) for table in tables)
-    places = tuple(map(strided, states)), tuple(map(strided, rotated)), by, partner, first, length
-    kernels.rotate[-(-length // TOKENS), heads, batch](*places, back, TOKENS, dim)
-    return rotated
-
-
-TOKENS = 32
-"""Tokens in a block of a rotation."""
+    return grads[0] if tables == (None,) else launch(grads, tables, partner, back=True)[0]
 
 
 EXECUTOR = Executor(
