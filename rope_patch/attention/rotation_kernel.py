@@ -122,7 +122,7 @@ def launch(
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Copy states whose vectors have gaps between their entries, which no kernel reads."""
+    """Copy states `(..., dim)` whose vectors have gaps between their entries, which no kernel reads."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
