@@ -3,9 +3,9 @@
     python -m tools.front
     python -m tools.front --output runs/front
 
-`front` is on the README. Above, the next words of a novel: the plain checkpoint beyond its length, on truncated text,
-and under ReRoPE with log-n. Below, a passage that the text repeats more than L later, for the last two. Bars are
-perplexities of the mean loss over texts. `retrieval` is the share of a hidden span that the small checkpoint finds at
+`front` is on the README: the plain checkpoint beyond its length, on truncated text, and under ReRoPE. Above are the
+next words of a novel, below a passage that the text repeats more than L later. Bars are perplexities of the mean loss
+over texts. `retrieval` is the share of a hidden span that the small checkpoint finds at
 4L, a mean over depths.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 
 ROWS = Path("docs/results/real/smollm2-135m")
-SCHEME = "rerope:window=4096+logn"
-NOVEL = {"plain": "plain model", "cut": "truncated text", SCHEME: "ReRoPE, log-n"}  # lines of perplexity.jsonl
-FAR = {"cut": "truncated text", SCHEME: "ReRoPE, log-n"}  # lines of repeat.jsonl
+SCHEME = "rerope:window=4096"
+LINES = {"plain": "plain model", "cut": "truncated text", SCHEME: "ReRoPE"}  # of perplexity.jsonl and repeat.jsonl
 SPANS = Path("docs/results/passkey/spans.jsonl")
 FOUND = {  # lines of spans.jsonl
     "plain": "plain checkpoint",
@@ -75,13 +74,13 @@ def main(options: Options) -> None:
 
 
 def front(page: Page) -> Figure:
-    """Two panels, each with its own scale of perplexities."""
-    novel, far = perplexities("perplexity", NOVEL), perplexities("repeat", FAR)
-    figure = sheet(4.6, "SmolLM2-135M-Instruct, trained on 8,192 tokens, at 16,384", page)
-    above, below = figure.subplots(2, 1, height_ratios=[len(novel), len(far)])
-    bars(above, "The next words of a novel", novel, page, form="{:,.0f}")
-    bars(below, "A passage from the start, repeated", far, page, form="{:.1f}")
-    below.set_xlabel("perplexity: shorter is better", size=SIZE, color=page.ink)
+    """Two panels with one scale of perplexities."""
+    novel, far = perplexities("perplexity"), perplexities("repeat")
+    figure = sheet(5.0, "SmolLM2-135M-Instruct at 16,384 tokens, twice its length", page)
+    above, below = figure.subplots(2, 1, sharex=True)
+    bars(above, "The next words of a novel", novel, page, rounded)
+    bars(below, "A passage from the start, repeated", far, page, rounded)
+    below.set_xlabel("perplexity: lower is better", size=SIZE, color=page.ink)
     return figure
 
 
@@ -93,7 +92,7 @@ def retrieval(page: Page) -> Figure:
     found = {name: [100 * row.share for row in rows if row.line == line] for line, name in FOUND.items()}
     figure = sheet(3.2, "Small checkpoint, 1,024 tokens: four times its L", page)
     axes = figure.subplots()
-    bars(axes, "A hidden span: how much of it is found", found, page, form="{:.0f} %")
+    bars(axes, "A hidden span: how much of it is found", found, page, "{:.0f} %".format)
     axes.set_xlabel("tokens found: longer is better", size=SIZE, color=page.ink)
     return figure
 
@@ -109,29 +108,36 @@ def sheet(height: float, about: str, page: Page) -> Figure:
     return figure
 
 
-def perplexities(protocol: str, names: Mapping[str, str]) -> dict[str, list[float]]:
-    """By the name of a line: the perplexity of its mean loss over texts, at 2L. Truncated text is the plain checkpoint
-    at L where no row has it.
+def perplexities(protocol: str) -> dict[str, list[float]]:
+    """By the name of one of the `LINES`: the perplexity of its mean loss over texts, at 2L. Truncated text is the plain
+    checkpoint at L where no row has it.
     """
     from rope_patch.evaluation.row import Rows
 
     rows = Rows(ROWS / f"{protocol}.jsonl").rows
     lines = {row.line for row in rows}
     found = {}
-    for line, name in names.items():
+    for line, name in LINES.items():
         key = (line, LENGTH) if line in lines else ("plain", rows[0].training_length)
         found[name] = [math.exp(statistics.fmean(row.loss for row in rows if (row.line, row.length) == key))]
     return found
 
 
-def bars(axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page, form: str = "{:.2f}") -> None:
+def rounded(perplexity: float) -> str:
+    """A perplexity with two digits, or all digits before the point: 1,358, 55, 2.2."""
+    return f"{perplexity:,.0f}" if perplexity >= 100 else f"{perplexity:.2g}"
+
+
+def bars(
+    axes: Axes, title: str, found: Mapping[str, Sequence[float]], page: Page, form: Callable[[float], str]
+) -> None:
     """A bar for each line, with its value: the mean over texts."""
     axes.set_facecolor(page.back)
     axes.set_title(title, loc="left", size=SIZE + 1, weight="bold", color=page.ink, pad=8)
     for place, (name, values) in enumerate(found.items()):
         mean = statistics.fmean(values)
         axes.barh(place, mean, height=0.72, color=page.plain if name in REFERENCES else page.scheme)
-        axes.text(mean, place, f" {form.format(mean)}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
+        axes.text(mean, place, f" {form(mean)}", va="center", size=SIZE + 2, weight="bold", color=page.ink)
     axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
     axes.margins(x=0.18)
     axes.invert_yaxis()
