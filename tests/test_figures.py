@@ -39,7 +39,7 @@ def test_the_headline_of_the_readme() -> None:
     told = (
         f"The plain model has a perplexity of **{novel[0]}**, the patched one {novel[2]}.",
         f"truncate the text to its last 8,192 tokens, which gives {novel[1]}.",
-        f"The plain model has {far[0]}. Truncated text has lost the passage: {far[1]}.",
+        f"only the repeat is scored. The plain model has {far[0]}. Truncated text has lost the passage: {far[1]}.",
         f"The patched model still reads it: {far[2]}.",
         "a novel: plain model {}, truncated text {}, ReRoPE {}.".format(*novel),
         "repeated: plain model {}, truncated text {}, ReRoPE {}".format(*far),

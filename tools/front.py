@@ -78,9 +78,11 @@ def front(page: Page) -> Figure:
     novel, far = perplexities("perplexity"), perplexities("repeat")
     figure = sheet(5.0, "SmolLM2-135M-Instruct at 16,384 tokens, twice its length", page)
     above, below = figure.subplots(2, 1, sharex=True)
+    above.set_xscale("log")
     bars(above, "The next words of a novel", novel, page, rounded)
     bars(below, "A passage from the start, repeated", far, page, rounded)
-    below.set_xlabel("perplexity: lower is better", size=SIZE, color=page.ink)
+    below.set_xlim(left=1)  # certainty
+    below.set_xlabel("perplexity (logarithmic): lower is better", size=SIZE, color=page.ink)
     return figure
 
 
@@ -141,7 +143,7 @@ def bars(
     axes.set_yticks(range(len(found)), found, size=SIZE, color=page.ink)
     axes.margins(x=0.18)
     axes.invert_yaxis()
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.tick_params(which="both", left=False, bottom=False, labelbottom=False)
     axes.spines[:].set_visible(False)
 
 
