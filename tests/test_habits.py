@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import re
+import shutil
+import socket
+import time
 import warnings
 
 import pytest
 import torch
+from huggingface_hub import errors as hub_errors
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import rope_patch
@@ -28,7 +32,7 @@ from rope_patch import (
     unpatch,
 )
 from rope_patch.errors import NoCheckpoint, RopePatchWarning
-from rope_patch.saving import loading
+from rope_patch.saving import hub, loading
 from rope_patch.schemes.reach import spelled
 from tests.families import TRAINING_LENGTH as L
 from tests.families import build
@@ -288,15 +292,16 @@ def test_what_needs_no_trained_rotation_is_put_into_a_t5(scheme):
         ("RevisionNotFoundError", "no such revision"),
         ("OfflineModeIsEnabled", "HF_HUB_OFFLINE"),
         ("LocalEntryNotFoundError", "was not reached"),
-        ("HFValidationError", "typo.*gated.*offline"),
+        ("HFValidationError", "typo.*gated.*cannot be reached"),
     ],
 )
-def test_the_hub_is_asked_once_and_its_answer_named(kind, words, monkeypatch):
+def test_the_answer_of_the_hub_is_named(kind, words, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", kind == "OfflineModeIsEnabled")
     asked = []
 
     def refuse(path, **_):
         asked.append(path)
-        error = getattr(loading.hub_errors, kind)
+        error = getattr(hub_errors, kind)
         cause = error.__new__(error)  # without the answer of a server
         raise OSError("it did not work") from cause
 
@@ -305,3 +310,49 @@ def test_the_hub_is_asked_once_and_its_answer_named(kind, words, monkeypatch):
     with pytest.raises(NoCheckpoint, match=words):
         loading._config_of("someone/something")
     assert len(asked) == 1
+
+
+@pytest.fixture
+def unreached(monkeypatch):
+    """A network without names: the list of those that were looked up, of which huggingface_hub looks one up for itself.
+    Nobody may wait and try again.
+    """
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: False)
+    asked = []
+
+    def unknown(host, *_, **__):
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    def wait(seconds):
+        raise AssertionError(f"waited {seconds} s to ask the Hub again")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(time, "sleep", wait)
+    return asked
+
+
+@pytest.mark.parametrize("load", [rope_patch.from_pretrained, loading.load_config, loading.load_tokenizer])
+def test_a_hub_out_of_reach_is_asked_once(load, unreached):
+    with pytest.raises(NoCheckpoint, match=r"there is no checkpoint 'someone/something'.*the Hub was not reached"):
+        load("someone/something")
+    assert len(unreached) <= 2
+
+
+def test_the_cache_serves_where_the_hub_is_out_of_reach(folder, tmp_path, unreached):
+    place = tmp_path / "cache" / "models--someone--something"
+    shutil.copytree(folder, place / "snapshots" / "0123abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0123abc")
+    loaded = rope_patch.from_pretrained("someone/something", "rerope:window=5", cache_dir=tmp_path / "cache")
+    assert current_scheme(loaded) == ReRoPE(5)
+    assert len(unreached) <= 2
+
+
+def test_a_hub_that_answers_is_left_to_transformers(monkeypatch):
+    def answer(*_, **__):
+        raise hub_errors.HfHubHTTPError.__new__(hub_errors.HfHubHTTPError)
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", answer)
+    assert hub.within_reach("someone/something", {"revision": "v1"}) == {"revision": "v1"}

@@ -9,7 +9,6 @@ Remote code is never run, and pickled weights are read only on request.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import tempfile
 import textwrap
@@ -21,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -47,6 +45,7 @@ from rope_patch.models.record import RECORD, Record, forget_record
 from rope_patch.patching import find_handle, mount_record, mount_scheme, patch, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
 from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
+from rope_patch.saving.hub import reason_of_hub, within_reach
 from rope_patch.saving.own_files import check_weights
 from rope_patch.saving.resuming import load_class, load_parameters, resume_rows
 from rope_patch.saving.trust import check_adapter, drop_implementations
@@ -125,8 +124,12 @@ def _one_error(
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """Load what `from_pretrained` was asked for; `above` are the adapters that named the path."""
     location = {name: kwargs[name] for name in _PLACES if name in kwargs}
-    if kind_of_checkpoint(path, **location) == "gguf":
+    kind = kind_of_checkpoint(path, **location)
+    if kind == "gguf":
         return load_gguf(path, **kwargs)
+    if kind == "hub":
+        location = within_reach(path, location)
+        kwargs |= location
     if (adapters := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is not None:
         return _with_adapters(path, Path(adapters), location, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
@@ -182,13 +185,8 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
     """Load the config of a checkpoint, and return with it the implementations that it asked for and does not get."""
     _read_fields(path, **location)
     try:
-        config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
-    except OSError as error:
-        if Path(path).exists():
-            raise  # the file is there, and the error names what is wrong with it
-        raise NoCheckpoint(
-            f"there is no checkpoint {str(path)!r}: no folder here has this name, and {_hub_answer(error)}"
-        ) from error
+        with _absent(path, "it was not found on the Hub (typo?), is gated (run `hf auth login`), or cannot be reached"):
+            config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -199,23 +197,18 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
     return config, drop_implementations(config)
 
 
-def _hub_answer(error: BaseException | None) -> str:
-    """The reason why the Hub did not give a checkpoint, and what to do, from the error that Transformers raised."""
-    while error is not None:
-        for kind, answer in _HUB_ANSWERS.items():
-            if isinstance(error, kind):
-                return answer
-        error = error.__cause__ or error.__context__
-    return "it was not found on the Hub (typo?), is gated (run `hf auth login`), or this machine is offline"
-
-
-_HUB_ANSWERS = {  # the first that fits: a gated repository is also one that was not found
-    hub_errors.GatedRepoError: "it is gated on the Hub: accept its terms on its page, then run `hf auth login`",
-    hub_errors.RepositoryNotFoundError: "it was not found on the Hub (typo?), or it is private (run `hf auth login`)",
-    hub_errors.RevisionNotFoundError: "it has no such revision on the Hub",
-    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set and the cache has no copy; pass the path of a folder",
-    hub_errors.LocalEntryNotFoundError: "the Hub was not reached and the cache has no copy; pass the path of a folder",
-}
+@contextmanager
+def _absent(path: str | Path, otherwise: str | None = None) -> Iterator[None]:
+    """Say of a name that is not here why the Hub did not give it; `otherwise`, where Transformers gives no reason."""
+    try:
+        yield
+    except OSError as error:
+        # of a file that is here, the error names what is wrong with it
+        if Path(path).exists() or (reason := reason_of_hub(error) or otherwise) is None:
+            raise
+        raise NoCheckpoint(
+            f"there is no checkpoint {str(path)!r}: no folder here has this name, and {reason}"
+        ) from error
 
 
 def _with_adapters(
@@ -392,7 +385,7 @@ def load_config(path: str | Path, **location: Any) -> Any:
     Raises:
         NoCheckpoint: there is no config.
     """
-    return _read(path, "config", functools.partial(_config_of, **location), load_gguf_config)
+    return _read(path, "config", _config_of, load_gguf_config, **location)
 
 
 def trained_length(path: str) -> int:
@@ -454,17 +447,20 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _read(path: str | Path, what: str, read: Callable[..., Any], read_gguf: Callable[[Any], Any]) -> Any:
-    local = Path(path).exists()
+def _read(
+    path: str | Path, what: str, read: Callable[..., Any], read_gguf: Callable[[Any], Any], **location: Any
+) -> Any:
     with _one_error(path, {}, f"the {what} of ", _ONE_LINE):
-        if kind_of_checkpoint(path) == "gguf":
+        kind = kind_of_checkpoint(path)
+        if kind == "gguf":
             return read_gguf(path)
-        return read(path, local_files_only=local)
+        return read(path, **within_reach(path, {"local_files_only": kind != "hub", **location}))
 
 
 def _tokenizer_of(path: str | Path, **location: Any) -> Any:
     _read_fields(path, **location)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **location)
+    with _absent(path):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **location)
 
 
 def _device(name: str) -> torch.device:
