@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.cli.options import (
     Amounts,
     Count,
+    Name,
     Numbers,
     OptionalFile,
     OptionalFolder,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    picture: Positional[str]  # name of the picture, such as wavelengths
+    picture: Positional[Name]  # name of the picture, such as wavelengths
     output: OptionalFile = None  # PNG to write (default: NAME.png)
     schemes: Specs = ()  # scheme to draw
     base: Amounts = ()  # base of the frequencies

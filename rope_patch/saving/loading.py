@@ -65,6 +65,16 @@ _PUBLISHED_PICKLED = "baichuan"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+_MEANT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "gpu": "cuda",
+}
+"""Other names of dtypes and devices."""
+
 
 def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.Module:
     """Load a checkpoint and, if it was saved under a scheme, patch it again; or patch it with the given one.
@@ -358,7 +368,8 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
         EvaluationError: the dtype or the device is not allowed.
     """
     if dtype not in (None, *DTYPES):
-        raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
+        meant = _MEANT.get(dtype.lower(), dtype)
+        raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(meant, DTYPES)}")
     target = _device(device)
     if dtype == "auto" and target.type == "cpu" and not multiplies_bfloat16():
         dtype = "float32"
@@ -477,4 +488,6 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise EvaluationError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        meant = f"cuda:{name}" if name.isdecimal() else _MEANT.get(name.lower())
+        reason = f"did you mean {meant!r}?" if meant else str(error).splitlines()[0]
+        raise EvaluationError(f"device {name!r} cannot be used here: {reason}") from error
