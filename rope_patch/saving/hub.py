@@ -10,6 +10,11 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
 from transformers.utils import CONFIG_NAME
 
+from rope_patch.errors import NoCheckpoint
+
+UNKNOWN = "it was not found on the Hub (typo?), is gated (run `hf auth login`), or out of reach"
+"""The reason where Transformers gives none."""
+
 _GATED = "it is gated on the Hub: accept its terms on its page, then run `hf auth login`"
 _NOT_FOUND = "it was not found on the Hub (typo?), or it is private (run `hf auth login`)"
 _NO_COPY = "the cache has no copy; pass the path of a folder"
@@ -49,7 +54,7 @@ def _answers(name: str, location: Mapping[str, Any]) -> bool:
     return True
 
 
-def reason_of_hub(error: BaseException | None) -> str | None:
+def _reason(error: BaseException | None) -> str | None:
     """The reason why the Hub did not give a checkpoint, and what to do, from the error that Transformers raised; None
     if that is about something else.
     """
@@ -60,3 +65,18 @@ def reason_of_hub(error: BaseException | None) -> str | None:
                 return f"HF_HUB_OFFLINE is set and {_NO_COPY}" if is_set else answer
         error = error.__cause__ or error.__context__
     return None
+
+
+def tell_absence(path: str | Path, error: OSError, otherwise: str | None = None) -> None:
+    """Say why the Hub did not give a name that is not here; of a file that is here, `error` names what is wrong.
+
+    Args:
+        otherwise: the reason, where Transformers gives none.
+
+    Raises:
+        NoCheckpoint: with the reason.
+    """
+    if not Path(path).exists() and (reason := _reason(error) or otherwise):
+        raise NoCheckpoint(
+            f"there is no checkpoint {str(path)!r}: no folder here has this name, and {reason}"
+        ) from error

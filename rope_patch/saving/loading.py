@@ -29,6 +29,7 @@ from rope_patch.attention.executors.products import multiplies_bfloat16
 from rope_patch.errors import (
     EvaluationError,
     InvalidField,
+    MissingField,
     MissingPackage,
     NoCheckpoint,
     RopePatchError,
@@ -44,12 +45,13 @@ from rope_patch.models.config import length_today, wrong_field
 from rope_patch.models.record import RECORD, Record, forget_record
 from rope_patch.patching import find_handle, mount_record, mount_scheme, patch, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
-from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
-from rope_patch.saving.hub import reason_of_hub, within_reach
+from rope_patch.saving.gguf import find_gguf, load_gguf, load_gguf_config, load_gguf_tokenizer
+from rope_patch.saving.hub import UNKNOWN, tell_absence, within_reach
 from rope_patch.saving.own_files import check_weights
 from rope_patch.saving.resuming import load_class, load_parameters, resume_rows
 from rope_patch.saving.trust import check_adapter, drop_implementations
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.registry import get_scheme, with_fields
 from rope_patch.shipped import recipes_folder
 
 _CLEAR = (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError)
@@ -76,7 +78,7 @@ _MEANT = {
 """Other names of dtypes and devices."""
 
 
-def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.Module:
+def from_pretrained(path: str | Path, scheme: Any = None, *, replace: bool = False, **kwargs: Any) -> nn.Module:
     """Load a checkpoint and, if it was saved under a scheme, patch it again; or patch it with the given one.
 
     Baichuan's checkpoints are loaded by the classes of this library, never by their remote code. They were published as
@@ -87,7 +89,9 @@ def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.M
     Args:
         path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file. What looks like a path, or begins with a
             folder that is here, is not sought on the Hub.
-        scheme: to patch it with, in any form that `patch` takes, such as `"rerope:window=512"`.
+        scheme: to patch it with, in any form that `patch` takes, such as `"rerope:window=512"`; a dict also as
+            `rope_scaling`.
+        replace: take off the scheme that the checkpoint was saved under, as in `patch`.
         **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is ignored.
 
     Returns:
@@ -102,11 +106,30 @@ def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.M
         AlreadyPatched: it was saved under another scheme than the given one.
         TypeError: the class does not know one of `kwargs`.
     """
-    with _one_error(path, {**kwargs}):
-        model = _load(path, kwargs)
+    if scheme is None and isinstance(kwargs.get("rope_scaling"), dict):
+        scheme = kwargs.pop("rope_scaling")
+    if isinstance(scheme, str):
+        with suppress(MissingField):  # the model gives advice on those
+            get_scheme(scheme)  # before the weights are read
+    given = {**kwargs}
+    try:
+        with _one_error(path, given):
+            model = _load(path, kwargs)
+    except TypeError as error:
+        if isinstance(scheme, str) and (unknown := [name for name in given if _is_unknown(name, error)]):
+            line = with_fields(scheme, {name: given[name] for name in unknown})
+            raise InvalidField(
+                f"{unknown[0]} is no argument of from_pretrained; a field stands inside the scheme: write "
+                f"from_pretrained({str(path)!r}, {line!r})"
+            ) from error
+        raise
     if scheme is not None:
-        patch(model, scheme)
+        patch(model, scheme, replace=replace)
     return model
+
+
+def _is_unknown(name: str, error: Exception) -> bool:
+    return f"unexpected keyword argument {name!r}" in str(error)
 
 
 @contextmanager
@@ -123,8 +146,7 @@ def _one_error(
     except Exception as error:
         reason = textwrap.shorten(str(error), 400)
         if not isinstance(error, RopePatchError):
-            unknown = (f"unexpected keyword argument {name!r}" in str(error) for name in arguments)
-            if isinstance(error, TypeError) and any(unknown):
+            if isinstance(error, TypeError) and any(_is_unknown(name, error) for name in arguments):
                 raise
             location = {name: arguments[name] for name in _PLACES if name in arguments}
             reason = wrong_field(_read_fields(path, **location)) or f"{type(error).__name__}: {reason}"
@@ -134,6 +156,9 @@ def _one_error(
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """Load what `from_pretrained` was asked for; `above` are the adapters that named the path."""
     location = {name: kwargs[name] for name in _PLACES if name in kwargs}
+    if (file := kwargs.pop("gguf_file", None)) is not None:
+        path = find_gguf(path, file, location)
+        kwargs, location = {name: value for name, value in kwargs.items() if name not in _PLACES}, {}
     kind = kind_of_checkpoint(path, **location)
     if kind == "gguf":
         return load_gguf(path, **kwargs)
@@ -195,8 +220,10 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
     """Load the config of a checkpoint, and return with it the implementations that it asked for and does not get."""
     _read_fields(path, **location)
     try:
-        with _absent(path, "it was not found on the Hub (typo?), is gated (run `hf auth login`), or cannot be reached"):
-            config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
+        config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
+    except OSError as error:
+        tell_absence(path, error, UNKNOWN)
+        raise
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -205,20 +232,6 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
             "Baichuan's can be loaded"
         ) from error
     return config, drop_implementations(config)
-
-
-@contextmanager
-def _absent(path: str | Path, otherwise: str | None = None) -> Iterator[None]:
-    """Say of a name that is not here why the Hub did not give it; `otherwise`, where Transformers gives no reason."""
-    try:
-        yield
-    except OSError as error:
-        # of a file that is here, the error names what is wrong with it
-        if Path(path).exists() or (reason := reason_of_hub(error) or otherwise) is None:
-            raise
-        raise NoCheckpoint(
-            f"there is no checkpoint {str(path)!r}: no folder here has this name, and {reason}"
-        ) from error
 
 
 def _with_adapters(
@@ -470,8 +483,11 @@ def _read(
 
 def _tokenizer_of(path: str | Path, **location: Any) -> Any:
     _read_fields(path, **location)
-    with _absent(path):
+    try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **location)
+    except OSError as error:
+        tell_absence(path, error)
+        raise
 
 
 def _device(name: str) -> torch.device:
