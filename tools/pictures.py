@@ -16,6 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.cli.options import (
@@ -65,6 +66,8 @@ def main(options: Options) -> None:
     if options.picture not in PICTURES:
         raise InvalidField(f"there is no picture {options.picture!r}; {did_you_mean(options.picture, PICTURES)}")
     output = options.output or f"{options.picture}.png"
+    if Path(output).suffix.lower() != ".png":
+        raise InvalidField(f"output {output!r}: a picture is a PNG; write {Path(output).with_suffix('.png')}")
     own = ("picture", "output", "json")
     settings = {name: value for name, value in vars(options).items() if name not in own and value not in (None, ())}
     taken = inspect.signature(PICTURES[options.picture]).parameters

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from rope_patch.cli.refusals import no_option, no_place, sentence_of
 from rope_patch.errors import EvaluationError, RopePatchError, RopePatchWarning, did_you_mean, require
@@ -121,6 +121,8 @@ class Measured:
     seed: int = 0  # random seed
     json: bool = False  # print one JSON document instead of tables
 
+    resumes: ClassVar[bool] = True  # the same command goes on where it was stopped
+
 
 def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | None = None, prog: str = "") -> int:
     """Parse a command line, call `main` with what it gives, and end in one line where something is wrong.
@@ -136,7 +138,8 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
         os.environ.setdefault("TQDM_DISABLE", "1")  # also the bars of libraries: in a log they are no lines
     try:
         typed = sys.argv[1:] if words is None else words
-        status = _ending(lambda: main(in_tokens(_in_processes(parse(options, typed, prog), typed))))
+        resumes = getattr(options, "resumes", False)
+        status = _ending(lambda: main(in_tokens(_in_processes(parse(options, typed, prog), typed))), resumes)
     except SystemExit as end:  # after --help
         status = int(end.code or 0)
     if words is None:
@@ -164,6 +167,9 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
     typed = {word.partition("=")[0].replace("_", "-"): word for word in words if _OPTION.match(word)}
     if unknown := typed.keys() - allowed - {"-h"}:
         raise no_option(typed[min(unknown)].partition("=")[0], words, allowed, alone)
+    # several schemes may be meant together, or one after the other; another option is overruled by a later one
+    if "scheme" in flags and sum(word.partition("=")[0] == "--scheme" for word in words) > 1:
+        raise EvaluationError("--scheme is given twice; this command takes one, or several together: --scheme A+B")
     for name in of_file:
         if typed.keys().isdisjoint(flags[name]):
             words = [*of_file[name], *words]
@@ -220,9 +226,12 @@ def check_words(words: Sequence[str], where: str = "") -> None:
         where: they come from, as the beginning of the message.
 
     Raises:
-        EvaluationError: one contains a NUL, or a byte that is not UTF-8, which Python reads as a lone surrogate.
+        EvaluationError: one is empty, or contains a NUL or a byte that is not UTF-8, which Python reads as a lone
+            surrogate.
     """
     for word in words:
+        if not word:
+            raise EvaluationError(f"{where}a word is empty, as from an unset variable of the shell; leave it out")
         if "\0" in word:
             raise EvaluationError(f"{where}{word!r:.200} contains a NUL character; leave it out")
         if not is_text(word):
@@ -308,7 +317,7 @@ def print_json(document: Any) -> None:
         print(json.dumps(document, indent=2))
 
 
-def _ending(action: Callable[[], object]) -> int:
+def _ending(action: Callable[[], object], resumes: bool) -> int:
     def tell(message: Warning | str, category: type[Warning], *where: Any, **_: Any) -> None:
         if issubclass(category, RopePatchWarning):  # a sentence for a person at a terminal
             say(str(message).partition(" (warnings.simplefilter")[0])
@@ -330,7 +339,7 @@ def _ending(action: Callable[[], object]) -> int:
         return 2
     except KeyboardInterrupt:
         typed = ["rope-patch", *sys.argv[1:]] if Path(sys.argv[0]).name == "rope-patch" else sys.orig_argv
-        say(f"interrupted; the results so far are saved; to resume: {shlex.join(typed)}")
+        say("interrupted" + f"; the results so far are saved; to resume: {shlex.join(typed)}" * resumes)
         return INTERRUPTED
     return 0
 

@@ -86,6 +86,8 @@ def test_a_terminal_shows_the_same_line(words, said):
         ("perplexity --lengths 8 --json=true", "'true' stands alone; an option such as --json takes no value"),
         ("list --scheme yarn", "there is no option '--scheme'; write its value alone"),
         ("plot --picture biases", "write its value alone"),
+        ("describe DIR --scheme logn --scheme yarn:factor=4", "--scheme is given twice; this command takes one"),
+        ("plot wavelengths --output x.pdf", "output 'x.pdf': a picture is a PNG; write x.png"),
         ("completion zsh bash", "'bash' stands alone; put its option in front; allowed: --help"),
         ("perplexity --lengths 1K,2", "if k is 1024, write 1024,2"),
         ("perplexity --lengths 1..2k", "'1..2k' is not a list of lengths such as 256,512,1024 or 1x,2x,4x"),
@@ -96,6 +98,15 @@ def test_a_mistyped_option_shows_the_right_one(words, said, capsys):
     assert shown.endswith(said) or said in shown
     if "did you mean" in said:
         assert "allowed: --" in shown
+
+
+@pytest.mark.parametrize(
+    "words", [["perplexity", "", "--lengths", "8"], ["perplexity", "--model", "", "--lengths", "8"], ["export", ""]]
+)
+def test_a_variable_without_a_value_is_not_the_default(words, capsys):
+    """`--model "$DIR"` measured the small checkpoint of the recipes."""
+    assert main(words) == 2
+    assert "a word is empty, as from an unset variable of the shell" in capsys.readouterr().err
 
 
 def test_what_is_allowed_can_be_typed(capsys):
