@@ -17,9 +17,11 @@ from rope_patch.attention.table import asked_attention
 from rope_patch.context_parallel.support import reason_not_to_share
 from rope_patch.errors import (
     AlreadyPatched,
+    InvalidField,
     MissingField,
     NotPatched,
     UnsupportedModel,
+    outside,
     warn,
 )
 from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
@@ -107,7 +109,7 @@ def patch(
                 f"keep what it has. To train it under this one, write patch(model, {typed!r}, allow_untrained=True)"
             )
         if warning := scheme_warning(scheme, mounted):
-            warn(warning, stacklevel=2)
+            warn(warning, stacklevel=outside())
         return _mount(model, scheme, mounted, mount, attention)
 
 
@@ -175,6 +177,8 @@ def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any])
 
 def _of_dict(parameters: dict[str, Any], config: Any) -> Scheme:
     """Build the scheme that a dict describes: by its `name` here, or as `rope_parameters` of Transformers."""
+    if any(isinstance(selector, int) for selector in parameters):
+        raise InvalidField(f"{parameters} names schemes by layer: write PerLayer({ {**parameters, 'rest': None} })")
     if isinstance(parameters.get("name"), str) and not parameters.keys() & {"rope_type", "type"}:
         return scheme_from_dict({**parameters, "name": find_name(parameters["name"])})
     return scheme_of_parameters(parameters, config)

@@ -136,6 +136,53 @@ def test_what_a_handle_says_is_what_you_typed(model):
         repatch(model)
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, _: patch(model, "alibi"),
+        lambda model, _: patch(model, "alibi", replace=True),
+        lambda model, _: repatch(model, "alibi"),
+        lambda _, folder: rope_patch.from_pretrained(folder, "alibi", replace=True),
+    ],
+)
+@pytest.mark.parametrize("before", [None, "rerope:window=5"])
+def test_a_warning_points_at_your_line(ask, before, model, tmp_path):
+    if before:
+        patch(model, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RopePatchWarning)
+        model.save_pretrained(tmp_path)
+    unpatch(model, missing_ok=True)
+    with pytest.warns(RopePatchWarning, match="alibi replaces the rotation") as caught:
+        ask(model, tmp_path)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (
+            lambda model: patch(model.config, "alibi"),
+            "a config alone takes export_rope_parameters",
+        ),
+        (lambda model: patch(type(model), "alibi"), r"load one, LlamaForCausalLM\.from_pretrained\(FOLDER\)"),
+        (lambda model: patch([model, model], "alibi"), "pass one model after the other"),
+        (lambda model: rope_patch.save_pretrained("out", model), r"write save_pretrained\(model, 'out'\)"),
+    ],
+)
+def test_what_is_no_model_shows_the_line_to_write(ask, said, model):
+    with pytest.raises(UnsupportedModel, match=said):
+        ask(model)
+
+
+def test_other_words_on_a_handle_and_a_text_in_explain(model):
+    handle = patch(model, "rerope:window=5")
+    with pytest.raises(AttributeError, match=r"no attribute 'unpatch'; handle\.remove\(\) takes the scheme off"):
+        handle.unpatch()
+    with pytest.raises(InvalidField, match=r"write explain\(model, tokenizer\(TEXT, return_tensors='pt'\)"):
+        rope_patch.explain(model, "a text")
+
+
 def test_the_scheme_that_plain_transformers_applies_is_not_another_one(model, tmp_path):
     patch(model, "yarn:factor=4")
     model.save_pretrained(tmp_path)
@@ -263,6 +310,8 @@ def test_names_in_lower_case_are_the_classes():
         (("rerope",), {"window": 16.0}, "window must be an integer of at least 1; write 16"),
         (("rerope",), {"window": "16"}, "; write 16"),
         (("rerope:window=auto",), {}, "target=auto where lengths are measured or it follows from the model alone"),
+        (("rerope:window=5",), {"inplace": True}, "rerope has no field 'inplace'; allowed: target, window"),
+        (({0: "rerope:window=5"},), {}, "write PerLayer({0: 'rerope:window=5', 'rest': None})"),
         ((), {"rope_scaling": {"factor": 4.0}}, "write {'rope_type': 'yarn', 'factor': 4.0}"),
         (({"scheme": "yarn", "factor": 4},), {}, "write {'name': 'yarn', 'factor': 4}"),
     ],

@@ -124,13 +124,14 @@ def test_another_patch_is_refused(llama):
 @pytest.mark.parametrize("act", [describe, unpatch, repatch, native_scheme, lambda model: patch(model, "rope")])
 def test_what_is_no_model_is_answered_by_its_class(act, llama):
     pipe = pipeline("text-generation", llama, tokenizer=LlamaTokenizer(vocab={"a": 0, "<unk>": 1}, merges=[]))
+    of_config = "pass the model; a config alone takes export_rope_parameters(SCHEME, config)"
     for thing, said in (
         ("folder", "'folder' is not a loaded model: load it with rope_patch.from_pretrained"),
         (None, "None is not a loaded model"),
         (pipe, "TextGenerationPipeline is not a loaded model: pass the one that it holds, as in pipe.model"),
         (pipe.tokenizer, f"{type(pipe.tokenizer).__name__} is not a loaded model"),
-        (llama.config, "LlamaConfig is not a loaded model"),
-        (type(llama), "LlamaForCausalLM is not a loaded model"),
+        (llama.config, f"LlamaConfig is not a loaded model: {of_config}"),
+        (type(llama), "LlamaForCausalLM is not a loaded model: load one, LlamaForCausalLM.from_pretrained(FOLDER)"),
     ):
         assert told(UnsupportedModel, act, thing) == said
 

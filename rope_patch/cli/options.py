@@ -189,7 +189,7 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
     raise no_place(stray.split(", "), allowed) if label == "Unrecognized options" else EvaluationError(text)
 
 
-_OPTION = re.compile(r"--|-[A-Za-z]")
+_OPTION = re.compile(r"--|-(?!inf|nan)[A-Za-z]")
 
 
 @contextlib.contextmanager

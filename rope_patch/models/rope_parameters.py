@@ -276,9 +276,9 @@ def _scheme_given(parameters: dict[str, Any], own: dict[str, Any], config: Any, 
     others.pop("rope_type", None)
     base = others.pop("rope_theta", None) if cls.rope_type == "default" else None
     if others and not parameters.keys() & {"rope_type", "type"}:
-        named = next((value for value in parameters.values() if isinstance(value, str)), None)
-        line = {"name": named} if named else {"rope_type": "yarn"}
-        line |= {name: value for name, value in parameters.items() if value is not named}
+        named = {name: value for name, value in parameters.items() if isinstance(value, str)}
+        line = {"name": next(iter(named.values()))} if named else {"rope_type": "yarn"}
+        line |= {name: value for name, value in parameters.items() if name not in named}
         raise InvalidField(f"{parameters} names no rope_type; write {line}")
     for name, value in others.items():
         allowed = did_you_mean(str(name), ["rope_type", *fields])

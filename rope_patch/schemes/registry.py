@@ -270,6 +270,8 @@ def _beside(name: str, parts: list[tuple[str, dict[str, Any]]], fields: dict[str
     )
     makers: list[Any] = [FORMS.get(part) or _REGISTRY[part] for part, _ in parts]
     owners = [index for index, make in enumerate(makers) if fields.keys() <= inspect.signature(make).parameters.keys()]
+    if not owners and len(parts) == 1:
+        _build(parts[0][0], parts[0][1] | fields)  # refuses the field that it does not have
     if len(owners) != 1 or fields.keys() & parts[owners[0]][1].keys():
         return InvalidField(f"{given}: write it inside the name that it belongs to, 'NAME:{_inside(fields)}'")
     (owner,), spelled = owners, split_outside_brackets(name, "+")
