@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rope_patch.cli.options import (
     Count,
@@ -84,6 +84,8 @@ class Options:
     costs: bool = False  # do not train; time a step of each encoding in turn with one of rope
     cost_repetitions: int = 15  # timed steps of each encoding
     json: bool = False  # print one JSON document instead of the table
+
+    resumes: ClassVar[bool] = True
 
 
 def main(options: Options) -> None:

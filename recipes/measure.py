@@ -15,7 +15,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rope_patch.cli import available, load
 from rope_patch.cli.options import (
@@ -44,6 +44,8 @@ class Options:
     device: OptionalName = None  # device to run on, instead of the plan's
     output: OptionalFolder = None  # folder for a folder of each run, instead of the plan's
     dry_run: bool = False  # print the command of each run and measure nothing
+
+    resumes: ClassVar[bool] = True
 
 
 def main(options: Options) -> None:

@@ -24,8 +24,14 @@ def __getattr__(name: str) -> Any:
         if name in ("__all__", *api.__all__):
             return getattr(api, name)
         registry = import_module("rope_patch.schemes.registry")
-        if name in registry.list_schemes():  # rope_patch.rerope is rope_patch.ReRoPE
-            return registry.scheme_class(name)
+        for scheme in map(registry.scheme_class, registry.list_schemes()):
+            # rope_patch.rerope and rope_patch.Rerope are rope_patch.ReRoPE
+            if name == scheme.name or name.lower() == scheme.__name__.lower():
+                return scheme
+        meant = import_module("rope_patch.errors").nearest(name, api.__all__, cutoff=0.75)
+        raise AttributeError(
+            f"module 'rope_patch' has no attribute {name!r}" + "".join(f"; did you mean {each!r}?" for each in meant)
+        )
     raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
 
 

@@ -20,10 +20,11 @@ from rope_patch.models.rope_parameters import native_scheme_of
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.parameters import LearnedWeights, inventory, path_of_table
 from rope_patch.mounting.plan import Plan
+from rope_patch.mounting.registration import asks_by_name
 from rope_patch.mounting.scheme_warnings import lost_positions, scheme_warning
 from rope_patch.patching import PatchHandle, find_handles, loaded
 from rope_patch.schemes.base import TRAINING, Scheme
-from rope_patch.schemes.reach import scaling_of
+from rope_patch.schemes.reach import scaling_of, spelled
 from rope_patch.schemes.rope import NoPE, RoPE
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Tokens
@@ -134,10 +135,13 @@ def _unpatched(model: nn.Module, stack: Stack) -> str:
     if record is None:
         return "not patched; this is its native scheme"
     if record.positions is not None:
-        return f"not patched; its table has the rows of {record.scheme}, which repatch(model) applies"
+        return f"not patched; its table has the rows of {spelled(record.scheme)}, which repatch(model) applies"
+    records = f"not patched; its config records {spelled(record.scheme)}, which"
     if record.is_stated(stack.config):
-        return f"not patched; its config records {record.scheme}, which Transformers applies by itself"
-    return f"not patched; its config records {record.scheme}, which is not applied: use repatch(model)"
+        return f"{records} Transformers applies by itself"
+    if asks_by_name(model):
+        return f"{records} its first call mounts"
+    return f"{records} is not applied: use repatch(model)"
 
 
 def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[LayerState]) -> Iterable[tuple[str, str]]:

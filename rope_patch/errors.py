@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -108,6 +109,16 @@ def warn(sentence: str, stacklevel: int) -> None:
     """Warn with a `RopePatchWarning` that says how to silence it; `stacklevel` is 1 for the caller of this function."""
     silence = "warnings.simplefilter('ignore', rope_patch.RopePatchWarning) silences this"
     warnings.warn(f"{sentence} ({silence})", RopePatchWarning, stacklevel=stacklevel + 1)
+
+
+def outside() -> int:
+    """The `stacklevel`, for a call of `warn` in the function that calls this, of the nearest line that is not in this
+    library.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "rope_patch":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def require(package: str, what: str, extra: str | None = None) -> None:

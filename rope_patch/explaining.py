@@ -17,7 +17,7 @@ from rope_patch.attention.engine import rows_for
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.table import explained
 from rope_patch.description import Description, Rows
-from rope_patch.errors import NotPatched, UnsupportedModel, counted
+from rope_patch.errors import InvalidField, NotPatched, UnsupportedModel, counted
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.patching import PatchHandle, find_handles, loaded
 
@@ -70,11 +70,15 @@ def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: A
 
     Raises:
         NotPatched: the model carries no scheme.
+        InvalidField: `input_ids` is no tensor.
 
     Example:
         >>> print(rope_patch.explain(model, input_ids))
     """
     model = loaded(model)
+    if not isinstance(input_ids, torch.Tensor):
+        line = "write explain(model, tokenizer(TEXT, return_tensors='pt').input_ids)"
+        raise InvalidField(f"input_ids must be a tensor (batch, length), not a {type(input_ids).__name__}; {line}")
     handles = find_handles(model)
     if not handles:
         raise NotPatched(f"{type(model).__name__} carries no scheme, so its own attention scores every layer")

@@ -17,9 +17,11 @@ from rope_patch.attention.table import asked_attention
 from rope_patch.context_parallel.support import reason_not_to_share
 from rope_patch.errors import (
     AlreadyPatched,
+    InvalidField,
     MissingField,
     NotPatched,
     UnsupportedModel,
+    outside,
     warn,
 )
 from rope_patch.models.find_stacks import check_loaded, find_around, find_enclosing, find_stacks, read_stacks
@@ -29,7 +31,7 @@ from rope_patch.models.rope_parameters import scheme_of_parameters, stated_lengt
 from rope_patch.mounting.handle import HANDLE, Mounted, PatchHandle, find_handle, find_handles
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.mounting.plan import Mount, install, plan_mounts
-from rope_patch.mounting.registration import own_attention
+from rope_patch.mounting.registration import asks_by_name, own_attention
 from rope_patch.mounting.saved import Notice, install_saving
 from rope_patch.mounting.scheme_warnings import scaled_in_vain, scheme_warning
 from rope_patch.mounting.undo import Changes
@@ -53,8 +55,8 @@ def patch(
     Args:
         model: a Transformers model, also inside PEFT or another wrapper.
         *schemes: names (`"yarn"`, `"rerope:window=512+logn"`), scheme objects, or `rope_parameters` of Transformers
-            (`{"rope_type": "yarn", "factor": 4.0}`, also as the argument `rope_scaling` or `rope_parameters`); several
-            of them, or a list, are composed.
+            (`{"rope_type": "yarn", "factor": 4.0}`, also as the argument `rope_scaling` or `rope_parameters`, or behind
+            two stars); several of them, or a list, are composed. One may come as `scheme=`.
         mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
         attention: `"auto"` for the fastest exact executor; `"oracle"`, `"chunked"`, `"segmented"` or `"fused"` to
             prefer the dense definition, the same in blocks, flash per region, or Triton's kernel; or the name of an
@@ -107,7 +109,7 @@ def patch(
                 f"keep what it has. To train it under this one, write patch(model, {typed!r}, allow_untrained=True)"
             )
         if warning := scheme_warning(scheme, mounted):
-            warn(warning, stacklevel=2)
+            warn(warning, stacklevel=outside())
         return _mount(model, scheme, mounted, mount, attention)
 
 
@@ -160,6 +162,10 @@ def loaded(model: nn.Module | PatchHandle) -> nn.Module:
 def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any]) -> Scheme:
     """Build the scheme from the arguments of `patch`; a dict is read with the config of the model."""
     stated = [fields.pop(name) for name in ("rope_scaling", "rope_parameters") if isinstance(fields.get(name), dict)]
+    if "scheme" in fields and not schemes:
+        stated.append(fields.pop("scheme"))
+    elif not schemes and fields.keys() & {"name", "rope_type", "type"}:  # a dict behind two stars
+        stated, fields = [*stated, fields], {}
     listed = [one for each in (*schemes, *stated) for one in (each if isinstance(each, (list, tuple)) else [each])]
     try:
         config = find_stacks(model)[0][1].config if any(isinstance(each, dict) for each in listed) else None
@@ -171,6 +177,8 @@ def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any])
 
 def _of_dict(parameters: dict[str, Any], config: Any) -> Scheme:
     """Build the scheme that a dict describes: by its `name` here, or as `rope_parameters` of Transformers."""
+    if any(isinstance(selector, int) for selector in parameters):
+        raise InvalidField(f"{parameters} names schemes by layer: write PerLayer({ {**parameters, 'rest': None} })")
     if isinstance(parameters.get("name"), str) and not parameters.keys() & {"rope_type", "type"}:
         return scheme_from_dict({**parameters, "name": find_name(parameters["name"])})
     return scheme_of_parameters(parameters, config)
@@ -209,7 +217,7 @@ def check_free(model: nn.Module, scheme: Scheme) -> None:
     if (handle := find_handle(model)) is not None:
         typed = spelled(scheme)
         raise AlreadyPatched(
-            f"{type(model).__name__} carries {handle.scheme}; unpatch it before applying {typed}, or write "
+            f"{type(model).__name__} carries {spelled(handle.scheme)}; unpatch it before applying {typed}, or write "
             f"patch(model, {typed!r}, replace=True)"
         )
 
@@ -220,14 +228,14 @@ def _check_record(record: Record, model: nn.Module, scheme: Scheme) -> None:
     """
     if record.positions is not None:
         raise AlreadyPatched(
-            f"{type(model).__name__} was saved with the table of {record.scheme}; `repatch` takes it up"
+            f"{type(model).__name__} was saved with the table of {spelled(record.scheme)}; `repatch` takes it up"
         )
     if record.is_stated(find_stacks(model)[0][1].config):
         saved, typed = spelled(record.scheme), spelled(scheme)
+        other = f"For {typed} alone, write model = rope_patch.from_pretrained(FOLDER); unpatch(model), and patch that"
         raise AlreadyPatched(
             f"{type(model).__name__} was saved under {saved}, which Transformers applies by itself, so {typed} would "
-            f"scale it again. To keep {saved}, write repatch(model). For {typed} alone, write "
-            "model = rope_patch.from_pretrained(FOLDER); unpatch(model), and patch that"
+            f"scale it again. To keep {saved}, write repatch(model)" + ("" if saved == typed else f". {other}")
         )
 
 
@@ -276,7 +284,7 @@ def _shown(own: Callable[[], str], scheme: str) -> str:
 
 def current_scheme(model: nn.Module | PatchHandle) -> Scheme | None:
     """The scheme that a model carries, as `patch` was asked for it, with the fields that a target fills; None without a
-    scheme.
+    scheme. A model that was loaded with `attn_implementation="rope_patch"` carries the one in its config.
 
     Args:
         model: a Transformers model, also inside PEFT or another wrapper, or a handle.
@@ -284,8 +292,11 @@ def current_scheme(model: nn.Module | PatchHandle) -> Scheme | None:
     Raises:
         UnsupportedModel: it is neither.
     """
-    handle = find_handle(loaded(model))
-    return None if handle is None else handle.scheme
+    model = loaded(model)
+    if (handle := find_handle(model)) is not None:
+        return handle.scheme
+    record = Record.find(model) if asks_by_name(model) else None
+    return None if record is None else record.scheme
 
 
 def unpatch(model: nn.Module | PatchHandle, *, missing_ok: bool = False) -> PatchHandle | None:

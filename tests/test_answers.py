@@ -33,6 +33,7 @@ from rope_patch import (
 from rope_patch.cli import main
 from rope_patch.errors import NoCheckpoint, RopePatchError
 from rope_patch.schemes import scheme_from_dict
+from rope_patch.schemes.reach import spelled
 from tests.cases import CASES
 from tests.families import build
 from tests.models import absolute_families, t5_families
@@ -319,7 +320,8 @@ def test_a_scheme_that_transformers_applies_by_itself_is_not_called_lost(model, 
         with patch(model, spec):
             model.save_pretrained(tmp_path)
         state = dict(describe(AutoModelForCausalLM.from_pretrained(tmp_path)).tables[0])["state"]
-        assert state == f"not patched; its config records {get_scheme(spec)}, which Transformers applies by itself"
+        typed = spelled(get_scheme(spec))
+        assert state == f"not patched; its config records {typed}, which Transformers applies by itself"
 
 
 @pytest.mark.parametrize("record", ["rerope", {"scheme": {"name": "yarm"}}, {}, 3])

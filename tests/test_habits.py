@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import re
 import warnings
 
+import numpy
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import rope_patch
 from rope_patch import (
@@ -19,16 +29,17 @@ from rope_patch import (
     NotPatched,
     PerLayer,
     ReRoPE,
+    UnknownScheme,
     UnsupportedModel,
     YaRN,
     current_scheme,
+    describe,
     export_rope_parameters,
     patch,
     repatch,
     unpatch,
 )
-from rope_patch.errors import NoCheckpoint, RopePatchWarning
-from rope_patch.saving import loading
+from rope_patch.errors import RopePatchWarning
 from rope_patch.schemes.reach import spelled
 from tests.families import TRAINING_LENGTH as L
 from tests.families import build
@@ -49,27 +60,6 @@ def folder(model, tmp_path):
 
 def logits(model) -> torch.Tensor:
     return run(model, tokens())
-
-
-# --- in one line ---
-
-
-@pytest.mark.parametrize("how", [lambda folder, scheme: (folder, scheme), lambda folder, scheme: (str(folder), scheme)])
-@pytest.mark.parametrize("scheme", ["rerope:window=5+logn", {"rope_type": "yarn", "factor": 4.0}, YaRN(factor=4)])
-def test_a_checkpoint_is_loaded_under_a_scheme(how, scheme, folder):
-    loaded = rope_patch.from_pretrained(*how(folder, scheme))
-    expected = build("llama")
-    patch(expected, scheme)
-    assert torch.equal(logits(loaded), logits(expected))
-    assert current_scheme(rope_patch.from_pretrained(folder, scheme=scheme)) == current_scheme(expected)
-
-
-def test_a_checkpoint_with_another_scheme_is_not_silently_changed(model, tmp_path):
-    patch(model, "rerope:window=5")
-    model.save_pretrained(tmp_path)
-    assert current_scheme(rope_patch.from_pretrained(tmp_path, "rerope:window=5")) == ReRoPE(5)
-    with pytest.raises(AlreadyPatched, match=r"patch\(model, 'alibi', replace=True\)"):
-        rope_patch.from_pretrained(tmp_path, "alibi")
 
 
 # --- another scheme in its place ---
@@ -120,6 +110,88 @@ def test_a_model_says_what_it_carries_and_no_more_afterwards(model):
     assert "extra_repr" not in vars(model.model)
 
 
+def test_a_model_that_was_loaded_by_name_carries_its_scheme_before_the_first_call(model, tmp_path):
+    patch(model, "rerope:window=5")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="rope_patch")
+    assert current_scheme(loaded) == ReRoPE(5)
+    assert "its config records rerope:window=5, which its first call mounts" in describe(loaded)
+    assert torch.equal(logits(loaded), logits(model))
+    assert current_scheme(loaded) == ReRoPE(5)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert current_scheme(plain) is None
+    assert "which is not applied: use repatch(model)" in describe(plain)
+
+
+def test_what_a_handle_says_is_what_you_typed(model):
+    handle = patch(model, "yarn:factor=4")
+    assert repr(handle) == "<LlamaForCausalLM under yarn:factor=4, mounted rotary>"
+    with pytest.raises(AlreadyPatched, match=r"carries yarn:factor=4; unpatch"):
+        patch(model, "alibi")
+    handle.remove()
+    assert repr(handle) == "<LlamaForCausalLM without yarn:factor=4>"
+    with pytest.raises(NotPatched, match=r"does not carry yarn:factor=4 any more"):
+        handle.remove()
+    with pytest.raises(NotPatched, match=r"write patch\(model, SCHEME\)"):
+        repatch(model)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, _: patch(model, "alibi"),
+        lambda model, _: patch(model, "alibi", replace=True),
+        lambda model, _: repatch(model, "alibi"),
+        lambda _, folder: rope_patch.from_pretrained(folder, "alibi", replace=True),
+    ],
+)
+@pytest.mark.parametrize("before", [None, "rerope:window=5"])
+def test_a_warning_points_at_your_line(ask, before, model, tmp_path):
+    if before:
+        patch(model, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RopePatchWarning)
+        model.save_pretrained(tmp_path)
+    unpatch(model, missing_ok=True)
+    with pytest.warns(RopePatchWarning, match="alibi replaces the rotation") as caught:
+        ask(model, tmp_path)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (
+            lambda model: patch(model.config, "alibi"),
+            "a config alone takes export_rope_parameters",
+        ),
+        (lambda model: patch(type(model), "alibi"), r"load one, LlamaForCausalLM\.from_pretrained\(FOLDER\)"),
+        (lambda model: patch([model, model], "alibi"), "pass one model after the other"),
+        (lambda model: rope_patch.save_pretrained("out", model), r"write save_pretrained\(model, 'out'\)"),
+    ],
+)
+def test_what_is_no_model_shows_the_line_to_write(ask, said, model):
+    with pytest.raises(UnsupportedModel, match=said):
+        ask(model)
+
+
+def test_other_words_on_a_handle_and_a_text_in_explain(model):
+    handle = patch(model, "rerope:window=5")
+    with pytest.raises(AttributeError, match=r"no attribute 'unpatch'; handle\.remove\(\) takes the scheme off"):
+        handle.unpatch()
+    with pytest.raises(InvalidField, match=r"write explain\(model, tokenizer\(TEXT, return_tensors='pt'\)"):
+        rope_patch.explain(model, "a text")
+
+
+def test_the_scheme_that_plain_transformers_applies_is_not_another_one(model, tmp_path):
+    patch(model, "yarn:factor=4")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(AlreadyPatched, match=r"To keep yarn:factor=4, write repatch\(model\)$"):
+        patch(AutoModelForCausalLM.from_pretrained(tmp_path), "yarn:factor=4")
+    with pytest.raises(AlreadyPatched, match="For alibi alone, write"):
+        patch(AutoModelForCausalLM.from_pretrained(tmp_path), "alibi")
+
+
 def test_nothing_to_take_off(model):
     with pytest.raises(NotPatched, match=r"unpatch\(model, missing_ok=True\)"):
         unpatch(model)
@@ -146,6 +218,17 @@ def test_nothing_to_take_off(model):
         (("yarn",), {"target": "4x"}, f"yarn:target={4 * L}"),
         (("yarn:target=1.5x",), {}, f"yarn:target={L + L // 2}"),
         (("self_extend:target=4x,window=4",), {}, f"self_extend:target={4 * L},window=4"),
+        (("yarn",), {"target": "4X"}, f"yarn:target={4 * L}"),
+        (("yarn",), {"target": numpy.int64(4 * L)}, f"yarn:target={4 * L}"),
+        (("rerope",), {"window": numpy.int64(5)}, "rerope:window=5"),
+        (("yarn",), {"factor": torch.tensor(4.0)}, "yarn:factor=4.0"),
+        ((), {"scheme": "rerope:window=5"}, "rerope:window=5"),
+        ((), {"name": "yarn", "factor": 4}, "yarn:factor=4"),
+        ((), {"rope_type": "yarn", "factor": 4.0}, "yarn:factor=4.0"),
+        ((), {"type": "linear", "factor": 2.0}, "pi:factor=2.0"),
+        (("superhot",), {"factor": 4}, "pi:factor=4"),
+        (("LongLM:group_size=2,window=4",), {}, "self_extend:group_size=2,window=4"),
+        (("rerope:window=5", "logn-scaling"), {}, "rerope:window=5+logn"),
     ],
 )
 def test_other_spellings(asked, fields, meant, model):
@@ -153,6 +236,7 @@ def test_other_spellings(asked, fields, meant, model):
     patch(model, *asked, **fields)
     patch(other, meant)
     assert current_scheme(model) == current_scheme(other)
+    json.dumps(current_scheme(model).to_dict())  # in plain numbers
 
 
 def test_a_multiple_counts_what_the_checkpoint_reads_today():
@@ -173,10 +257,14 @@ def test_a_multiple_counts_what_the_checkpoint_reads_today():
 
 
 def test_names_in_lower_case_are_the_classes():
-    from rope_patch import rerope, yarn
+    from rope_patch import Rerope, Yarn, rerope, yarn
 
-    assert (rerope, yarn) == (ReRoPE, YaRN)
+    assert (rerope, yarn) == (Rerope, Yarn) == (ReRoPE, YaRN)
     assert not hasattr(rope_patch, "rerop")
+    with pytest.raises(AttributeError, match="no attribute 'unpach'; did you mean 'unpatch'"):
+        rope_patch.unpach  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'is_patched'$"):
+        rope_patch.is_patched  # noqa: B018
     assert "rerope" not in dir(rope_patch)
 
 
@@ -200,12 +288,59 @@ def test_names_in_lower_case_are_the_classes():
         (("yarn",), {"target": "0.0x"}, "target='0.0x' is not allowed"),
         (("yarn",), {"target": "x"}, "multiple of the training length"),
         (("yarn",), {"target": "9999999x"}, "multiple of the training length"),
+        (("yarn",), {"target": "1k"}, "if k is 1024, write target=1024"),
+        (("yarn",), {"target": 4}, "for 4 times the length that the model reads today, write target='4x'"),
+        (("yarn", 4), {}, "4 is not a scheme: name its field, 'yarn', factor=4"),
+        (("rerope, window=5",), {}, "write 'rerope:window=5'"),
+        (("rerope window=5",), {}, "write 'rerope:window=5'"),
+        (("rerope:window:5",), {}, "such as window=5"),
+        (("rerope:window=5,yarn:factor=4",), {}, "write 'rerope:window=5+yarn:factor=4' for both together"),
+        (('{"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}',), {}, "write 'yarn:factor=4.0'"),
+        (('{"name": "yarn", "factor": 4, "truncate": false}',), {}, "write 'yarn:factor=4,truncate=False'"),
+        (("{'type': 'rope'}",), {}, "write 'rope'"),
+        (("{oops",), {}, "such as 'yarn:factor=4'"),
+        ((), {"method": "YaRN", "factor": 4}, "write 'yarn', factor=4"),
+        ((), {"rope_theta": 1e6}, "write 'abf', base=1000000.0"),
+        (("ntk",), {"alpha": 2}, "did you mean 'factor'?"),
+        (("ntk",), {"rope_freq_base": 1e6}, "'abf:base=1000000.0' sets the base"),
+        (("abf",), {"rope_theta": 1e6}, "did you mean 'base'?"),
+        (("yarn",), {"max_position_embeddings": 128}, "did you mean 'target'?"),
+        (("yarn",), {}, "write 'yarn:factor=...', or 'yarn:target=4x' for four times the length"),
+        (("yarn:factor=4x",), {}, "factor must be a number of at least 1; write 4"),
+        (("rerope",), {"window": 16.0}, "window must be an integer of at least 1; write 16"),
+        (("rerope",), {"window": "16"}, "; write 16"),
+        (("rerope:window=auto",), {}, "target=auto where lengths are measured or it follows from the model alone"),
+        (("rerope:window=5",), {"inplace": True}, "rerope has no field 'inplace'; allowed: target, window"),
+        (({0: "rerope:window=5"},), {}, "write PerLayer({0: 'rerope:window=5', 'rest': None})"),
+        ((), {"rope_scaling": {"factor": 4.0}}, "write {'rope_type': 'yarn', 'factor': 4.0}"),
+        (({"scheme": "yarn", "factor": 4},), {}, "write {'name': 'yarn', 'factor': 4}"),
     ],
 )
 def test_an_error_shows_the_line_to_write(asked, fields, written, model):
     with pytest.raises(InvalidField) as caught:
         patch(model, *asked, **fields)
     assert written in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        ("yarn4", "write 'yarn:factor=4'"),
+        ("yarn 4x", "write 'yarn:factor=4'"),
+        ("YaRN-2.5", "write 'yarn:factor=2.5'"),
+        ("t5x", "did you mean 't5'"),
+        ("randomized", "finetune --layout randomized"),
+    ],
+)
+def test_a_name_that_is_none_shows_the_line_to_write(typed, written, model):
+    with pytest.raises(UnknownScheme) as caught:
+        patch(model, typed)
+    assert written in str(caught.value)
+
+
+def test_a_model_is_no_scheme(model):
+    with pytest.raises(UnknownScheme, match=r"^a LlamaForCausalLM is not a scheme; current_scheme\(model\)"):
+        rope_patch.get_scheme(model)
 
 
 def test_what_an_error_advises_is_right(model):
@@ -229,7 +364,10 @@ def test_the_entry_of_a_patched_model(model):
     own = export_rope_parameters(YaRN(factor=4), model.config)
     patch(model, "yarn:factor=4")
     assert export_rope_parameters(model) == own
+    assert export_rope_parameters("yarn:factor=4", model) == own
     unpatch(model)
+    assert export_rope_parameters("yarn:factor=4", model) == own
+    assert export_rope_parameters("yarn:target=4x", model.config) == own
     with pytest.raises(NotPatched, match=r"export_rope_parameters\(scheme, model.config\)"):
         export_rope_parameters(model)
     with pytest.raises(InvalidField, match=r"export_rope_parameters\(scheme, model.config\)"):
@@ -275,33 +413,3 @@ def test_what_needs_no_trained_rotation_is_put_into_a_t5(scheme):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RopePatchWarning)
         assert patch(small_t5(), scheme).scheme is not None
-
-
-# --- the Hub ---
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("GatedRepoError", "accept its terms"),
-        ("RepositoryNotFoundError", "not found on the Hub"),
-        ("RevisionNotFoundError", "no such revision"),
-        ("OfflineModeIsEnabled", "HF_HUB_OFFLINE"),
-        ("LocalEntryNotFoundError", "was not reached"),
-        ("HFValidationError", "typo.*gated.*offline"),
-    ],
-)
-def test_the_hub_is_asked_once_and_its_answer_named(kind, words, monkeypatch):
-    asked = []
-
-    def refuse(path, **_):
-        asked.append(path)
-        error = getattr(loading.hub_errors, kind)
-        cause = error.__new__(error)  # without the answer of a server
-        raise OSError("it did not work") from cause
-
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", refuse)
-    monkeypatch.setattr(loading, "_read_fields", lambda *_, **__: None)
-    with pytest.raises(NoCheckpoint, match=words):
-        loading._config_of("someone/something")
-    assert len(asked) == 1

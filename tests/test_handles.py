@@ -124,13 +124,14 @@ def test_another_patch_is_refused(llama):
 @pytest.mark.parametrize("act", [describe, unpatch, repatch, native_scheme, lambda model: patch(model, "rope")])
 def test_what_is_no_model_is_answered_by_its_class(act, llama):
     pipe = pipeline("text-generation", llama, tokenizer=LlamaTokenizer(vocab={"a": 0, "<unk>": 1}, merges=[]))
+    of_config = "pass the model; a config alone takes export_rope_parameters(SCHEME, config)"
     for thing, said in (
         ("folder", "'folder' is not a loaded model: load it with rope_patch.from_pretrained"),
         (None, "None is not a loaded model"),
         (pipe, "TextGenerationPipeline is not a loaded model: pass the one that it holds, as in pipe.model"),
         (pipe.tokenizer, f"{type(pipe.tokenizer).__name__} is not a loaded model"),
-        (llama.config, "LlamaConfig is not a loaded model"),
-        (type(llama), "LlamaForCausalLM is not a loaded model"),
+        (llama.config, f"LlamaConfig is not a loaded model: {of_config}"),
+        (type(llama), "LlamaForCausalLM is not a loaded model: load one, LlamaForCausalLM.from_pretrained(FOLDER)"),
     ):
         assert told(UnsupportedModel, act, thing) == said
 
@@ -223,7 +224,7 @@ REFUSED = {
     "cannot set rope_theta=500000.0; here it is 10000.0": {**YARN, "rope_theta": 5e5},
     "cannot set partial_rotary_factor=0.5; here it is 1.0": {**YARN, "partial_rotary_factor": 0.5},
     "cannot set beta=3; here it is None; did you mean 'beta_slow'": {**YARN, "beta": 3},
-    "cannot set factor=2.0": {"rope_theta": 5e5, "factor": 2.0},
+    "names no rope_type; write {'rope_type': 'yarn', 'rope_theta'": {"rope_theta": 5e5, "factor": 2.0},
     "no rope_parameters of 'full_attention'; it has one entry": {"full_attention": YARN},
     "Transformers has no rope_type='rerope'": {"rope_type": "rerope", "window": 4},
     "yarn needs factor": {"rope_type": "yarn"},
@@ -277,7 +278,8 @@ def test_a_mistyped_folder_is_told_at_once(typed, no_network, monkeypatch, tmp_p
 def test_what_is_no_path(llama):
     ending = "is not a checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID"
     assert told(NoCheckpoint, rope_patch.from_pretrained, None) == f"None {ending}"
-    assert told(NoCheckpoint, rope_patch.from_pretrained, llama) == f"a LlamaForCausalLM {ending}"
+    line = "it is loaded already: write patch(model, SCHEME)"
+    assert told(NoCheckpoint, rope_patch.from_pretrained, llama) == f"a LlamaForCausalLM is not a checkpoint; {line}"
     assert isinstance(NoCheckpoint(), RopePatchError)
 
 

@@ -16,11 +16,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.cli.options import (
     Amounts,
     Count,
+    Name,
     Numbers,
     OptionalFile,
     OptionalFolder,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    picture: Positional[str]  # name of the picture, such as wavelengths
+    picture: Positional[Name]  # name of the picture, such as wavelengths
     output: OptionalFile = None  # PNG to write (default: NAME.png)
     schemes: Specs = ()  # scheme to draw
     base: Amounts = ()  # base of the frequencies
@@ -64,6 +66,8 @@ def main(options: Options) -> None:
     if options.picture not in PICTURES:
         raise InvalidField(f"there is no picture {options.picture!r}; {did_you_mean(options.picture, PICTURES)}")
     output = options.output or f"{options.picture}.png"
+    if Path(output).suffix.lower() != ".png":
+        raise InvalidField(f"output {output!r}: a picture is a PNG; write {Path(output).with_suffix('.png')}")
     own = ("picture", "output", "json")
     settings = {name: value for name, value in vars(options).items() if name not in own and value not in (None, ())}
     taken = inspect.signature(PICTURES[options.picture]).parameters

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rope_patch.errors import MissingPackage, did_you_mean
+from rope_patch.cli.refusals import no_command
+from rope_patch.errors import MissingPackage
 from rope_patch.shipped import recipes_folder
 from rope_patch.version import __version__
 
@@ -61,13 +62,15 @@ Results go to stdout; messages, progress and errors go to stderr. Exit status: 0
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command, by default that of this process; returns the exit status, see `HELP`."""
     command, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
+    if command == "help" and rest:
+        command, rest = rest[0], ["--help"]
     try:
-        if command in ("--help", "-h"):  # docstrings are read without tyro
+        if command in ("--help", "-h", "help"):  # docstrings are read without tyro
             docs = {name: ast.get_docstring(ast.parse(COMMANDS[name].read_text())) or "" for name in available()}
             shown = (f"  {name:<12}{doc.partition(chr(10))[0].rstrip('.')}" for name, doc in docs.items())
             print(HELP.format(commands="\n".join(shown)))
             return 0
-        if command == "--version":
+        if command in ("--version", "-V", "version"):
             print(f"rope-patch {__version__}")
             return 0
         if command == "doctor":
@@ -79,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
             module = load(command)
             return run(module.Options, module.main, rest, f"rope-patch {command}")
-        refusal = f"there is no command {command!r}; {did_you_mean(command, available())}"
+        refusal = no_command(command, available())
         if command in COMMANDS:
             refusal = f"{command} comes with the repository; there, run `pip install -e .`"
     except MissingPackage as error:

@@ -17,11 +17,12 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from rope_patch.cli.refusals import no_option, no_place, sentence_of
 from rope_patch.errors import EvaluationError, RopePatchError, RopePatchWarning, did_you_mean, require
 from rope_patch.json_files import is_text
 
@@ -51,9 +52,12 @@ def _listed(pattern: str, metavar: str, what: str, several: bool = True) -> Any:
     """How tyro reads whole numbers, and multiples of L where the pattern allows them."""
 
     def read(words: list[str]) -> Any:
-        listed = [word for part in words for word in part.split(",")]
+        listed = re.split(r"[,\s]+", ",".join(words).lower().strip())
         if not all(re.fullmatch(pattern, word) for word in listed):
-            raise ValueError(f"{' '.join(words)!r} is not {what}")
+            thousands = all(re.fullmatch(r"\d+k?", word) for word in listed)
+            counted = (str(int(word[:-1]) * 1024 if word.endswith("k") else word) for word in listed)
+            cure = f"; if k is 1024, write {','.join(counted)}" if thousands else ""
+            raise ValueError(f"{' '.join(words)!r} is not {what}{cure}")
         # a multiple is an integer as soon as `run` has asked the checkpoint
         numbers = tuple(Multiple(word[:-1]) if word.endswith("x") else int(word) for word in listed)
         return numbers if several else numbers[0]
@@ -117,6 +121,8 @@ class Measured:
     seed: int = 0  # random seed
     json: bool = False  # print one JSON document instead of tables
 
+    resumes: ClassVar[bool] = True  # the same command goes on where it was stopped
+
 
 def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | None = None, prog: str = "") -> int:
     """Parse a command line, call `main` with what it gives, and end in one line where something is wrong.
@@ -132,7 +138,8 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
         os.environ.setdefault("TQDM_DISABLE", "1")  # also the bars of libraries: in a log they are no lines
     try:
         typed = sys.argv[1:] if words is None else words
-        status = _ending(lambda: main(in_tokens(_in_processes(parse(options, typed, prog), typed))))
+        resumes = getattr(options, "resumes", False)
+        status = _ending(lambda: main(in_tokens(_in_processes(parse(options, typed, prog), typed))), resumes)
     except SystemExit as end:  # after --help
         status = int(end.code or 0)
     if words is None:
@@ -154,27 +161,48 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
     configured = "plan" not in flags and words and words[0].endswith((".yaml", ".yml"))  # a plan is no config
     of_file = words_of(path := Path(words.pop(0)), read_yaml(path), flags) if configured else {}
     words = _checkpoint_either_way(words, flags)
-    allowed = {"--help", *(flag for spellings in flags.values() for flag in spellings)}
-    typed = {word.partition("=")[0].replace("_", "-"): word for word in words if word.startswith("--")}
-    if unknown := typed.keys() - allowed:
-        flag = typed[min(unknown)].partition("=")[0]
-        raise EvaluationError(f"there is no option {flag!r}; {did_you_mean(flag, allowed)}")
+    alone = _words_alone(options)
+    allowed = {"--help", *(flag for name, spellings in flags.items() if name not in alone for flag in spellings)}
+    allowed |= {"--model"} if "checkpoint" in alone else set()
+    typed = {word.partition("=")[0].replace("_", "-"): word for word in words if _OPTION.match(word)}
+    if unknown := typed.keys() - allowed - {"-h"}:
+        raise no_option(typed[min(unknown)].partition("=")[0], words, allowed, alone)
+    # several schemes may be meant together, or one after the other; another option is overruled by a later one
+    if "scheme" in flags and sum(word.partition("=")[0] == "--scheme" for word in words) > 1:
+        raise EvaluationError("--scheme is given twice; this command takes one, or several together: --scheme A+B")
     for name in of_file:
         if typed.keys().isdisjoint(flags[name]):
             words = [*of_file[name], *words]
-    shown, description = io.StringIO(), sys.modules[options.__module__].__doc__
+    description = sys.modules[options.__module__].__doc__
+    asks = not {"--help", "-h"}.isdisjoint(words)
+    shown = io.StringIO()
     try:
-        with contextlib.redirect_stderr(shown):
+        with contextlib.nullcontext() if asks else _drawn_plainly(shown):
             return check_numbers(
                 tyro.cli(options, prog=prog or Path(sys.argv[0]).name, description=description, args=words)
             )
     except SystemExit as end:
-        if end.code:
-            # what tyro shows in a box, as a sentence, without its reminders of the help
-            lines = [line.strip("│ ").strip() for line in shown.getvalue().splitlines() if line[:1] not in ("╭", "╰")]
-            text = re.split(r" ?─{3,}| Got errors:", " ".join(filter(None, lines)))[0].strip()
-            raise EvaluationError(text or shown.getvalue().strip()) from None
-        raise
+        if not end.code:
+            raise
+    text = sentence_of(shown.getvalue())
+    label, _, stray = text.partition(": ")
+    raise no_place(stray.split(", "), allowed) if label == "Unrecognized options" else EvaluationError(text)
+
+
+_OPTION = re.compile(r"--|-(?!inf|nan)[A-Za-z]")
+
+
+@contextlib.contextmanager
+def _drawn_plainly(shown: io.StringIO) -> Iterator[None]:
+    """Catch what tyro draws, which has the colours of the terminal behind stdout and, by `COLUMNS`, its width."""
+    width = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100000"
+    try:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+            yield
+    finally:
+        del os.environ["COLUMNS"]
+        os.environ.update({} if width is None else {"COLUMNS": width})
 
 
 def _checkpoint_either_way(words: list[str], flags: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -184,9 +212,9 @@ def _checkpoint_either_way(words: list[str], flags: Mapping[str, tuple[str, ...]
         return ["--model", *words]
     if "checkpoint" in flags:
         for index, word in enumerate(words):
-            if word == "--model" and index + 1 < len(words):
+            if word in ("--model", "--checkpoint") and index + 1 < len(words):
                 return [words[index + 1], *words[:index], *words[index + 2 :]]
-            if word.startswith("--model="):
+            if word.startswith(("--model=", "--checkpoint=")):
                 return [word.partition("=")[2], *words[:index], *words[index + 1 :]]
     return words
 
@@ -198,9 +226,12 @@ def check_words(words: Sequence[str], where: str = "") -> None:
         where: they come from, as the beginning of the message.
 
     Raises:
-        EvaluationError: one contains a NUL, or a byte that is not UTF-8, which Python reads as a lone surrogate.
+        EvaluationError: one is empty, or contains a NUL or a byte that is not UTF-8, which Python reads as a lone
+            surrogate.
     """
     for word in words:
+        if not word:
+            raise EvaluationError(f"{where}a word is empty, as from an unset variable of the shell; leave it out")
         if "\0" in word:
             raise EvaluationError(f"{where}{word!r:.200} contains a NUL character; leave it out")
         if not is_text(word):
@@ -286,7 +317,7 @@ def print_json(document: Any) -> None:
         print(json.dumps(document, indent=2))
 
 
-def _ending(action: Callable[[], object]) -> int:
+def _ending(action: Callable[[], object], resumes: bool) -> int:
     def tell(message: Warning | str, category: type[Warning], *where: Any, **_: Any) -> None:
         if issubclass(category, RopePatchWarning):  # a sentence for a person at a terminal
             say(str(message).partition(" (warnings.simplefilter")[0])
@@ -308,7 +339,7 @@ def _ending(action: Callable[[], object]) -> int:
         return 2
     except KeyboardInterrupt:
         typed = ["rope-patch", *sys.argv[1:]] if Path(sys.argv[0]).name == "rope-patch" else sys.orig_argv
-        say(f"interrupted; the results so far are saved; to resume: {shlex.join(typed)}")
+        say("interrupted" + f"; the results so far are saved; to resume: {shlex.join(typed)}" * resumes)
         return INTERRUPTED
     return 0
 
@@ -316,6 +347,11 @@ def _ending(action: Callable[[], object]) -> int:
 def flags_of(options: type) -> dict[str, tuple[str, ...]]:
     """How each option of a command is spelled on its command line, by the option's name in a file."""
     return {field.name: _flags(field) for field in dataclasses.fields(options)}
+
+
+def _words_alone(options: type) -> set[str]:
+    """The fields of a command whose word stands without an option."""
+    return {field.name for field in dataclasses.fields(options) if "Positional" in str(field.type)}
 
 
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:

@@ -13,8 +13,10 @@ otherwise, 2 if something could not be read.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -64,7 +66,12 @@ AGREED, OTHERWISE, UNREADABLE, NO_STDOUT = 0, 1, 2, 141
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse with one line, where argparse would print several."""
-        raise Unreadable(f"{message}; {self.prog} --help explains all options")
+        typed = re.match(r"unrecognized arguments: --([\w-]+)", message)
+        names = {word.removeprefix("--"): word for word in OPTIONS if word.startswith("--")}
+        names |= dict.fromkeys(("reader", "readers", "program", "engine"), "--for")
+        near = difflib.get_close_matches(typed[1], names, 1) if typed else []
+        hint = f"; did you mean {names[near[0]]!r}?" if near else ""
+        raise Unreadable(f"{message}{hint}; {self.prog} --help explains all options")
 
 
 def parser(program: str = "rope-doctor") -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,15 @@ def _read(path: Path) -> Source:
     if path.is_dir():
         return _of_folder(path)
     if not path.is_file():
-        raise Unreadable(f"{path} is not there; pass a folder with a config.json, a config.json, or a GGUF file")
+        is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
+        first = f"; of a Hub ID, fetch it first: hf download {path} config.json --local-dir FOLDER" if is_id else ""
+        raise Unreadable(f"{path} is not there; pass a folder with a config.json, a config.json, or a GGUF file{first}")
     with path.open("rb") as file:
         if file.read(4) == b"GGUF":
             whole = fields_of_gguf(path)
             return Source(path, whole, "gguf", whole)
+    if path.suffix == ".gguf":
+        raise Unreadable(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
     return _of_json(path)
 
 

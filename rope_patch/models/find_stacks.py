@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rope_patch.errors import UnsupportedModel
 from rope_patch.models import absolute, baichuan, llama, t5
@@ -82,9 +82,16 @@ def check_loaded(model: Any) -> None:
     if isinstance(model, (str, os.PathLike)):
         raise UnsupportedModel(f"{str(model)!r} is not a loaded model: load it with rope_patch.from_pretrained")
     name = repr(model) if model is None else model.__name__ if isinstance(model, type) else type(model).__name__
-    holds = isinstance(getattr(model, "model", None), nn.Module)
-    inside = ": pass the one that it holds, as in pipe.model" if holds else ""
-    raise UnsupportedModel(f"{name} is not a loaded model{inside}")
+    what = ""
+    if isinstance(getattr(model, "model", None), nn.Module):
+        what = ": pass the one that it holds, as in pipe.model"
+    elif isinstance(model, PreTrainedConfig):
+        what = ": pass the model; a config alone takes export_rope_parameters(SCHEME, config)"
+    elif isinstance(model, (list, tuple)):
+        what = ": pass one model after the other"
+    elif isinstance(model, type):
+        what = f": load one, {name}.from_pretrained(FOLDER)"
+    raise UnsupportedModel(f"{name} is not a loaded model{what}")
 
 
 def find_enclosing(model: nn.Module) -> list[PreTrainedModel]:

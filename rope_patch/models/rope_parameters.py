@@ -37,7 +37,7 @@ from rope_patch.schemes.compose import Compose
 from rope_patch.schemes.ntk import AdjustedBase
 from rope_patch.schemes.per_layer import PerLayer
 from rope_patch.schemes.reach import spelled
-from rope_patch.schemes.registry import scheme_class
+from rope_patch.schemes.registry import get_scheme, scheme_class
 from rope_patch.schemes.target import resolved
 from rope_patch.schemes.tools.rotary import periods
 from rope_patch.typing import NO_WEIGHTS, RotarySpec, Weights
@@ -52,16 +52,16 @@ STANDS_STILL = 1e12  # the factor of a pair whose frequency is 0: it turns by le
 
 
 def export_rope_parameters(
-    scheme: Scheme | nn.Module, config: Any = None, as_lists: int | None = None, weights: Weights = NO_WEIGHTS
+    scheme: Scheme | str | nn.Module, config: Any = None, as_lists: int | None = None, weights: Weights = NO_WEIGHTS
 ) -> dict[str, Any]:
     """Express a scheme as the `rope_parameters` with which plain Transformers, and other readers of its configs,
     compute it.
 
     Args:
-        scheme: with static frequencies, or Transformers' own length-dependent ones; or a patched model, for its scheme
-            and its config.
-        config: of the unpatched checkpoint; it stays unchanged. If it nests the parameters by layer type, those
-            of layers with a window within the training length stay.
+        scheme: with static frequencies, or Transformers' own length-dependent ones, also as a string; or a patched
+            model, for its scheme and its config.
+        config: of the unpatched checkpoint, or its model; it stays unchanged. If it nests the parameters by layer type,
+            those of layers with a window within the training length stay.
         as_lists: the longest context in tokens; the frequencies are then written as `equal_lists` instead of as the
             scheme's own type.
         weights: what all layers have learned, if the scheme learns frequencies; these can be lists alone.
@@ -76,6 +76,9 @@ def export_rope_parameters(
     """
     if isinstance(scheme, nn.Module):
         scheme, config = _of_model(scheme)
+    scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
+    if isinstance(config, nn.Module):
+        config = before_patch(find_stacks(config)[0][1].config)
     if config is None:
         raise InvalidField("a scheme alone has no base: write export_rope_parameters(scheme, model.config)")
     if not getattr(config, "rope_parameters", None):
@@ -272,6 +275,11 @@ def _scheme_given(parameters: dict[str, Any], own: dict[str, Any], config: Any, 
     others = {name: value for name, value in entry.items() if name not in fields and value != natives.get(name)}
     others.pop("rope_type", None)
     base = others.pop("rope_theta", None) if cls.rope_type == "default" else None
+    if others and not parameters.keys() & {"rope_type", "type"}:
+        named = {name: value for name, value in parameters.items() if isinstance(value, str)}
+        line = {"name": next(iter(named.values()))} if named else {"rope_type": "yarn"}
+        line |= {name: value for name, value in parameters.items() if name not in named}
+        raise InvalidField(f"{parameters} names no rope_type; write {line}")
     for name, value in others.items():
         allowed = did_you_mean(str(name), ["rope_type", *fields])
         raise InvalidField(

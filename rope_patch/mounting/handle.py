@@ -14,6 +14,7 @@ from rope_patch.mounting.layer_state import LayerState
 from rope_patch.mounting.plan import Plan
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.reach import spelled
 
 Mounted = tuple[tuple[Stack, Plan], ...]
 
@@ -72,7 +73,7 @@ class PatchHandle:
             NotPatched: when this handle was removed already.
         """
         if not self._is_mounted:
-            raise NotPatched(f"{type(self.model).__name__} does not carry {self.scheme} any more")
+            raise NotPatched(f"{type(self.model).__name__} does not carry {spelled(self.scheme)} any more")
         forget_managers([*find_enclosing(self.model), *self.model.modules()])
         self._changes.undo()
 
@@ -86,7 +87,8 @@ class PatchHandle:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(vars(self).get("model"), name):
             raise AttributeError(_IN_PLACE.format(f".{name}"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        undo = "; handle.remove() takes the scheme off" if name in ("unpatch", "undo", "restore", "close") else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{undo}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise an error that says to call the model instead.
@@ -97,7 +99,8 @@ class PatchHandle:
         raise TypeError(_IN_PLACE.format("(...)"))
 
     def __repr__(self) -> str:
-        state = f"under {self.scheme}, mounted {self.plan.mounts()}" if self._is_mounted else f"without {self.scheme}"
+        typed = spelled(self.scheme)
+        state = f"under {typed}, mounted {self.plan.mounts()}" if self._is_mounted else f"without {typed}"
         return f"<{type(self.model).__name__} {state}>"
 
 

@@ -63,6 +63,17 @@ def scores_here(module: nn.Module) -> bool:
     return cast(Any, module.config)._attn_implementation in NAMES
 
 
+def asks_by_name(model: nn.Module) -> bool:
+    """Whether a model was loaded with the name as its `attn_implementation`, so that its first call mounts the scheme
+    in its config.
+    """
+    return any(_asks(module) for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _asks(model: PreTrainedModel) -> bool:
+    return cast(Any, model.config)._attn_implementation == IMPLEMENTATION
+
+
 @contextmanager
 def own_attention(model: nn.Module) -> Iterator[list[Any]]:
     """Let the Transformers models in a model that ask for a scheme by name run the attention that Transformers would
@@ -72,7 +83,7 @@ def own_attention(model: nn.Module) -> Iterator[list[Any]]:
         the configs that asked for it.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    asking = {id(each.config): each for each in models if cast(Any, each.config)._attn_implementation == IMPLEMENTATION}
+    asking = {id(each.config): each for each in models if _asks(each)}
     configs: list[Any] = [each.config for each in asking.values()]
     for each, config in zip(asking.values(), configs, strict=True):
         config._attn_implementation_internal = each.get_correct_attn_implementation(None, is_init_check=True)

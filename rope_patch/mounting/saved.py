@@ -100,7 +100,7 @@ class SaveModel:
             return ""
         return (
             f"plain Transformers (AutoModel, pipeline) reads {folder} under {self.notice.native}, without "
-            f"{self.notice.record.scheme}; rope_patch.from_pretrained({folder!r}) reads it under the scheme"
+            f"{spelled(self.notice.record.scheme)}; rope_patch.from_pretrained({folder!r}) reads it under the scheme"
         )
 
 
@@ -137,8 +137,8 @@ class SaveAdapters(SaveModel):
         if self.notice.is_stated and beneath is not None and beneath.scheme == self.notice.record.scheme:
             return ""
         return (
-            f"plain PEFT reads {folder} without {self.notice.record.scheme}; rope_patch.from_pretrained({folder!r}) "
-            "patches the base checkpoint, too"
+            f"plain PEFT reads {folder} without {spelled(self.notice.record.scheme)}; "
+            f"rope_patch.from_pretrained({folder!r}) patches the base checkpoint, too"
         )
 
 

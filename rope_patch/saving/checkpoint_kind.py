@@ -39,7 +39,13 @@ def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
     """
     if not isinstance(path, (str, os.PathLike)):
         kind = "None" if path is None else f"a {type(path).__name__}"
-        raise NoCheckpoint(f"{kind} is not a checkpoint; pass the path of a folder or of a GGUF file, or a Hub ID")
+        is_loaded = hasattr(path, "named_modules")
+        line = (
+            "it is loaded already: write patch(model, SCHEME)"
+            if is_loaded
+            else ("pass the path of a folder or of a GGUF file, or a Hub ID")
+        )
+        raise NoCheckpoint(f"{kind} is not a checkpoint; {line}")
     name = os.fspath(path)
     folder = Path(name, location.get("subfolder") or "")
     if name and folder.is_dir():
@@ -55,9 +61,11 @@ def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
     if name and folder.exists():
         if is_gguf(name) and folder.is_file():  # not a pipe, on which reading waits
             return "gguf"
-        raise NoCheckpoint(f"{name!r} is not a checkpoint: it is neither a folder nor a GGUF file")
+        beside = folder.parent / CONFIG_NAME
+        advice = f"; pass its folder, {str(folder.parent)!r}" if beside.is_file() else ""
+        raise NoCheckpoint(f"{name!r} is not a checkpoint: it is neither a folder nor a GGUF file{advice}")
     parent, _, last = name.rpartition("/")
-    if not last or "/" in parent or "\\" in name or name.startswith(("/", ".", "~")):
+    if not last or is_gguf(name) or "/" in parent or "\\" in name or name.startswith(("/", ".", "~")):
         raise NoCheckpoint(f"there is no checkpoint {name!r}: no folder or file has this name")
     if parent and Path(parent).exists():
         here = {**OPTIONAL, **location, "local_files_only": True}

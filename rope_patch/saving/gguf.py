@@ -7,7 +7,7 @@ Transformers silently skips tensors and settings that it does not support. These
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import GGUF_CONFIG_MAPPING
+from transformers.utils import cached_file
 
 from rope_patch.errors import NoCheckpoint, UnsupportedModel, require
 from rope_patch.models.config import head_dim
+from rope_patch.saving.hub import within_reach
 
 _STATED = {
     "attention.key_length": "head_dim",
@@ -68,6 +70,12 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
     vars(model.config).pop("_model_name_or_path", None)  # a title, not a path
     model.name_or_path = model.config.name_or_path = str(path)  # adapters refer to it
     return model
+
+
+def find_gguf(path: str | Path, name: str, location: Mapping[str, Any]) -> Path:
+    """The path of a GGUF file that is named as for Transformers, by its folder or Hub ID and its own name."""
+    is_here = Path(path).exists()
+    return Path(path, name) if is_here else Path(str(cached_file(path, name, **within_reach(path, location))))
 
 
 def load_gguf_config(path: str | Path) -> Any:

@@ -9,7 +9,6 @@ Remote code is never run, and pickled weights are read only on request.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import tempfile
 import textwrap
@@ -21,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -31,6 +29,7 @@ from rope_patch.attention.executors.products import multiplies_bfloat16
 from rope_patch.errors import (
     EvaluationError,
     InvalidField,
+    MissingField,
     MissingPackage,
     NoCheckpoint,
     RopePatchError,
@@ -46,11 +45,13 @@ from rope_patch.models.config import length_today, wrong_field
 from rope_patch.models.record import RECORD, Record, forget_record
 from rope_patch.patching import find_handle, mount_record, mount_scheme, patch, unpatch
 from rope_patch.saving.checkpoint_kind import OPTIONAL, is_gguf, kind_of_checkpoint, read_json
-from rope_patch.saving.gguf import load_gguf, load_gguf_config, load_gguf_tokenizer
+from rope_patch.saving.gguf import find_gguf, load_gguf, load_gguf_config, load_gguf_tokenizer
+from rope_patch.saving.hub import UNKNOWN, tell_absence, within_reach
 from rope_patch.saving.own_files import check_weights
 from rope_patch.saving.resuming import load_class, load_parameters, resume_rows
 from rope_patch.saving.trust import check_adapter, drop_implementations
 from rope_patch.schemes.base import Scheme
+from rope_patch.schemes.registry import get_scheme, with_fields
 from rope_patch.shipped import recipes_folder
 
 _CLEAR = (RopePatchError, ImportError, MemoryError, torch.OutOfMemoryError)
@@ -66,8 +67,18 @@ _PUBLISHED_PICKLED = "baichuan"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+_MEANT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "gpu": "cuda",
+}
+"""Other names of dtypes and devices."""
 
-def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.Module:
+
+def from_pretrained(path: str | Path, scheme: Any = None, *, replace: bool = False, **kwargs: Any) -> nn.Module:
     """Load a checkpoint and, if it was saved under a scheme, patch it again; or patch it with the given one.
 
     Baichuan's checkpoints are loaded by the classes of this library, never by their remote code. They were published as
@@ -78,7 +89,9 @@ def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.M
     Args:
         path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file. What looks like a path, or begins with a
             folder that is here, is not sought on the Hub.
-        scheme: to patch it with, in any form that `patch` takes, such as `"rerope:window=512"`.
+        scheme: to patch it with, in any form that `patch` takes, such as `"rerope:window=512"`; a dict also as
+            `rope_scaling`.
+        replace: take off the scheme that the checkpoint was saved under, as in `patch`.
         **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is ignored.
 
     Returns:
@@ -93,11 +106,30 @@ def from_pretrained(path: str | Path, scheme: Any = None, **kwargs: Any) -> nn.M
         AlreadyPatched: it was saved under another scheme than the given one.
         TypeError: the class does not know one of `kwargs`.
     """
-    with _one_error(path, {**kwargs}):
-        model = _load(path, kwargs)
+    if scheme is None and isinstance(kwargs.get("rope_scaling"), dict):
+        scheme = kwargs.pop("rope_scaling")
+    if isinstance(scheme, str):
+        with suppress(MissingField):  # the model gives advice on those
+            get_scheme(scheme)  # before the weights are read
+    given = {**kwargs}
+    try:
+        with _one_error(path, given):
+            model = _load(path, kwargs)
+    except TypeError as error:
+        if isinstance(scheme, str) and (unknown := [name for name in given if _is_unknown(name, error)]):
+            line = with_fields(scheme, {name: given[name] for name in unknown})
+            raise InvalidField(
+                f"{unknown[0]} is no argument of from_pretrained; a field stands inside the scheme: write "
+                f"from_pretrained({str(path)!r}, {line!r})"
+            ) from error
+        raise
     if scheme is not None:
-        patch(model, scheme)
+        patch(model, scheme, replace=replace)
     return model
+
+
+def _is_unknown(name: str, error: Exception) -> bool:
+    return f"unexpected keyword argument {name!r}" in str(error)
 
 
 @contextmanager
@@ -114,8 +146,7 @@ def _one_error(
     except Exception as error:
         reason = textwrap.shorten(str(error), 400)
         if not isinstance(error, RopePatchError):
-            unknown = (f"unexpected keyword argument {name!r}" in str(error) for name in arguments)
-            if isinstance(error, TypeError) and any(unknown):
+            if isinstance(error, TypeError) and any(_is_unknown(name, error) for name in arguments):
                 raise
             location = {name: arguments[name] for name in _PLACES if name in arguments}
             reason = wrong_field(_read_fields(path, **location)) or f"{type(error).__name__}: {reason}"
@@ -125,8 +156,15 @@ def _one_error(
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
     """Load what `from_pretrained` was asked for; `above` are the adapters that named the path."""
     location = {name: kwargs[name] for name in _PLACES if name in kwargs}
-    if kind_of_checkpoint(path, **location) == "gguf":
+    if (file := kwargs.pop("gguf_file", None)) is not None:
+        path = find_gguf(path, file, location)
+        kwargs, location = {name: value for name, value in kwargs.items() if name not in _PLACES}, {}
+    kind = kind_of_checkpoint(path, **location)
+    if kind == "gguf":
         return load_gguf(path, **kwargs)
+    if kind == "hub":
+        location = within_reach(path, location)
+        kwargs |= location
     if (adapters := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is not None:
         return _with_adapters(path, Path(adapters), location, kwargs, above)
     kwargs |= {"trust_remote_code": False, "weights_only": True}
@@ -184,11 +222,8 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
     try:
         config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
     except OSError as error:
-        if Path(path).exists():
-            raise  # the file is there, and the error names what is wrong with it
-        raise NoCheckpoint(
-            f"there is no checkpoint {str(path)!r}: no folder here has this name, and {_hub_answer(error)}"
-        ) from error
+        tell_absence(path, error, UNKNOWN)
+        raise
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -197,25 +232,6 @@ def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]
             "Baichuan's can be loaded"
         ) from error
     return config, drop_implementations(config)
-
-
-def _hub_answer(error: BaseException | None) -> str:
-    """The reason why the Hub did not give a checkpoint, and what to do, from the error that Transformers raised."""
-    while error is not None:
-        for kind, answer in _HUB_ANSWERS.items():
-            if isinstance(error, kind):
-                return answer
-        error = error.__cause__ or error.__context__
-    return "it was not found on the Hub (typo?), is gated (run `hf auth login`), or this machine is offline"
-
-
-_HUB_ANSWERS = {  # the first that fits: a gated repository is also one that was not found
-    hub_errors.GatedRepoError: "it is gated on the Hub: accept its terms on its page, then run `hf auth login`",
-    hub_errors.RepositoryNotFoundError: "it was not found on the Hub (typo?), or it is private (run `hf auth login`)",
-    hub_errors.RevisionNotFoundError: "it has no such revision on the Hub",
-    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set and the cache has no copy; pass the path of a folder",
-    hub_errors.LocalEntryNotFoundError: "the Hub was not reached and the cache has no copy; pass the path of a folder",
-}
 
 
 def _with_adapters(
@@ -365,7 +381,8 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
         EvaluationError: the dtype or the device is not allowed.
     """
     if dtype not in (None, *DTYPES):
-        raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(dtype, DTYPES)}")
+        meant = _MEANT.get(dtype.lower(), dtype)
+        raise EvaluationError(f"dtype {dtype!r}: {did_you_mean(meant, DTYPES)}")
     target = _device(device)
     if dtype == "auto" and target.type == "cpu" and not multiplies_bfloat16():
         dtype = "float32"
@@ -392,7 +409,7 @@ def load_config(path: str | Path, **location: Any) -> Any:
     Raises:
         NoCheckpoint: there is no config.
     """
-    return _read(path, "config", functools.partial(_config_of, **location), load_gguf_config)
+    return _read(path, "config", _config_of, load_gguf_config, **location)
 
 
 def trained_length(path: str) -> int:
@@ -454,17 +471,23 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _read(path: str | Path, what: str, read: Callable[..., Any], read_gguf: Callable[[Any], Any]) -> Any:
-    local = Path(path).exists()
+def _read(
+    path: str | Path, what: str, read: Callable[..., Any], read_gguf: Callable[[Any], Any], **location: Any
+) -> Any:
     with _one_error(path, {}, f"the {what} of ", _ONE_LINE):
-        if kind_of_checkpoint(path) == "gguf":
+        kind = kind_of_checkpoint(path)
+        if kind == "gguf":
             return read_gguf(path)
-        return read(path, local_files_only=local)
+        return read(path, **within_reach(path, {"local_files_only": kind != "hub", **location}))
 
 
 def _tokenizer_of(path: str | Path, **location: Any) -> Any:
     _read_fields(path, **location)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **location)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, **location)
+    except OSError as error:
+        tell_absence(path, error)
+        raise
 
 
 def _device(name: str) -> torch.device:
@@ -481,4 +504,6 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise EvaluationError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        meant = f"cuda:{name}" if name.isdecimal() else _MEANT.get(name.lower())
+        reason = f"did you mean {meant!r}?" if meant else str(error).splitlines()[0]
+        raise EvaluationError(f"device {name!r} cannot be used here: {reason}") from error

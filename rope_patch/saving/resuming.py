@@ -44,7 +44,10 @@ def repatch(model: nn.Module | PatchHandle, *schemes: Any, **fields: Any) -> Pat
     config = cast(Any, find_stacks(model)[0][1].config)
     record = Record.find(model)
     if record is None:
-        raise NotPatched(f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme")
+        raise NotPatched(
+            f"the config of {type(model).__name__} has no `rope_patch`: it was not saved under a scheme, "
+            "so write patch(model, SCHEME)"
+        )
     replaced = Record(record.scheme, {name: getattr(config, name, None) for name in record.native})
     record.restore(config)  # so that a base is not raised twice
     try:

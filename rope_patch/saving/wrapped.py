@@ -38,6 +38,8 @@ def save_pretrained(model: nn.Module | PatchHandle, folder: str | Path, **kwargs
             are sharded and no `state_dict` is given.
         InvalidField: `push_to_hub` is requested.
     """
+    if isinstance(folder, nn.Module):
+        raise UnsupportedModel(f"the model comes first: write save_pretrained(model, {str(model)!r})")
     whole = loaded(model)
     inner, handles = _saved_part(whole), find_handles(whole)
     if kwargs.get("push_to_hub"):

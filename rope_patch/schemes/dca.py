@@ -42,6 +42,7 @@ class DualChunkAttention(Scheme):
     )
     absolute = True
     causal_only = True
+    aliases = ("chunk_llama", "dual_chunk")
     sweep = (Sweep("chunk_size", "L", (3 / 4, 1 / 2, 7 / 8)),)
 
     chunk_size: Annotated[int, AtLeast(2)] | None = None

@@ -57,6 +57,7 @@ class LogN(Scheme):
         "https://github.com/bojone/rerope",
     )
     absolute = True
+    aliases = ("logn_scaling", "logn_attention")
     sweep = None  # joins the best schemes in the second round of every sweep
 
     training_length: Annotated[int, AtLeast(2)] | None = None

@@ -77,6 +77,7 @@ class AdjustedBase(Scheme):
     title = "ABF"
     equation = "b <- base"
     source = Source("Effective Long-Context Scaling of Foundation Models", 2023, "https://arxiv.org/abs/2309.16039")
+    aliases = ("rope_abf",)
     regime = "fine-tune"
     sweep = None  # every checkpoint needs its own base; `ntk` tries those that follow from a factor
 

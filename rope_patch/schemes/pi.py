@@ -30,6 +30,7 @@ class PositionInterpolation(Scheme):
         2023,
         "https://arxiv.org/abs/2306.15595",
     )
+    aliases = ("linear_scaling", "superhot")
     regime = "fine-tune"
     rope_type = "linear"
     sweep = (Sweep("factor", "target", (1,)),)

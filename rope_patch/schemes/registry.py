@@ -13,6 +13,7 @@ from typing import Any
 from rope_patch.errors import InvalidField, MissingField, UnknownScheme, did_you_mean, nearest
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
+from rope_patch.schemes.rules import plain_number
 from rope_patch.schemes.target import Reaching, filled_for, takes_target
 
 _REGISTRY: dict[str, type[Scheme]] = {}
@@ -26,21 +27,37 @@ _SINKS = (
     "lm_infinite comes nearest: a window and the first tokens, all far distances alike, such as "
     "lm_infinite:local_window=1024,n_global=4"
 )
+_LAYOUT = "it is a layout of training rows: `rope-patch finetune --layout randomized`, or `--pose-row N` for PoSE"
 _ADVICE = {
     **dict.fromkeys(("none", "null", "plain", "off", "original", "native", "unpatched"), _NOTHING),
     **dict.fromkeys(("streamingllm", "attentionsink", "attentionsinks"), _SINKS),
+    **dict.fromkeys(("randomized", "randomizedpositions", "pose"), _LAYOUT),
 }
 """Advice on names that have no scheme here, or have other fields."""
 
 _FIELDS_MEANT = {
-    **dict.fromkeys(("scale", "scaling", "scaling_factor", "s", "k", "extension_factor"), "factor"),
+    **dict.fromkeys(("scale", "scaling", "scaling_factor", "s", "k", "extension_factor", "rope_scale"), "factor"),
+    **dict.fromkeys(("alpha", "alpha_value", "compress_pos_emb", "ratio", "times"), "factor"),
+    **dict.fromkeys(("rope_theta", "theta", "rope_base", "rope_freq_base", "freq_base"), "base"),
+    **dict.fromkeys(("length", "target_length", "max_length", "max_len", "max_seq_len", "max_seq_length"), "target"),
+    **dict.fromkeys(("max_position_embeddings", "max_model_len", "context_length", "ctx", "n_ctx"), "target"),
+    **dict.fromkeys(("attn_factor", "temperature"), "attention_factor"),
     **dict.fromkeys(("window_size", "sliding_window", "neighbor_window", "w"), "window"),
     **dict.fromkeys(("group", "groups", "group_factor", "g"), "group_size"),
     **dict.fromkeys(("original_length", "original_max_length"), "original_max_position_embeddings"),
 }
 """Names of fields in papers and other programs."""
 
+_CONSTANTS = {"true": "True", "false": "False", "null": "None", "none": "None"}
+"""Spellings of YAML and JSON."""
+
 _CALL = re.compile(r"\s*([\w-]+)\s*\((.*)\)\s*", re.DOTALL)
+
+_APART = re.compile(r"\s*([\w-]+)[\s,;]+(\w+\s*=.*)", re.DOTALL)
+"""A name and its fields without the colon: rerope, window=512."""
+
+_COUNTED = re.compile(r"(.*?[A-Za-z])[\s_x*-]*(\d+(?:\.\d+)?)x?", re.IGNORECASE)
+"""A name with a number: yarn4, yarn 4x."""
 
 _DEEPEST = 8  # brackets within brackets: a list of numbers in a mixture of layers has two
 
@@ -111,6 +128,9 @@ def find_name(typed: str, forms: Iterable[str] = ()) -> str:
         return meant
     if (advice := _ADVICE.get(_folded(typed))) is not None:
         raise UnknownScheme(f"there is no scheme {typed!r}; {advice}")
+    if (counted := _COUNTED.fullmatch(typed)) and (meant := spelled.get(_folded(counted[1]))) in _REGISTRY:
+        line = f"{meant}:{_main_field(_REGISTRY[meant])}={counted[2]}"
+        raise UnknownScheme(f"there is no scheme {typed!r}; write {line!r}")
     ranked = dict.fromkeys(spelled[other] for other in nearest(_folded(typed), spelled, len(spelled), 0))
     *most, last = map(repr, list(ranked)[:5])
     raise UnknownScheme(f"there is no scheme {typed!r}; did you mean {', '.join(most)} or {last}? {_ALL}")
@@ -141,6 +161,8 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
     """
     if not isinstance(name, str):
         raise _no_scheme(name, fields)
+    if name.lstrip().startswith("{"):
+        raise _of_text(name)
     parts = [_parse(part) for part in split_outside_brackets(name, "+")]
     if "target" in fields and (len(parts) > 1 or parts[0][1]):
         _aim(parts, fields.pop("target"))
@@ -188,6 +210,8 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
         InvalidField: nothing was given, or fields without exactly one name.
     """
     schemes = list(schemes)
+    if len(schemes) > 1 and isinstance(schemes[0], str) and isinstance(schemes[1], (int, float)):
+        raise _unplaced(*schemes[:2])
     if "layers" in fields and schemes and not _makes_layers(schemes[0]):
         raise _of_layers(schemes, fields)
     if not schemes:
@@ -205,10 +229,33 @@ def _unnamed(fields: dict[str, Any]) -> InvalidField:
     `yarn=4`.
     """
     for typed, value in fields.items():
+        others = _spelled({name: each for name, each in fields.items() if name != typed})
         with suppress(UnknownScheme):
-            cls = _REGISTRY[find_name(typed)]
+            if isinstance(value, str) and _folded(value) not in _ADVICE and (name := find_name(value)):
+                line = ", ".join(filter(None, (repr(name), others)))
+                return InvalidField(f"{typed}={value!r} is no argument: write {line}")
+        with suppress(UnknownScheme):
+            cls = _REGISTRY["abf" if _FIELDS_MEANT.get(typed) == "base" else find_name(typed)]
             return InvalidField(f"{typed}={value!r} names no scheme: write {cls.name!r}, {_main_field(cls)}={value!r}")
     return InvalidField(f"no scheme was given; name one, such as 'yarn', factor=4; {_ALL}")
+
+
+def _of_text(text: str) -> InvalidField:
+    """The error for a dict that came as text, such as `rope_scaling` for vLLM, with the string to write."""
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        given = ast.literal_eval(re.sub(r"\b(true|false|null)\b", lambda word: _CONSTANTS[word[0]], text))
+        kind = next(given.pop(key) for key in ("rope_type", "type", "name") if key in given)
+        inside = _inside({key: value for key, value in given.items() if key not in ("type", "rope_theta")})
+        return InvalidField(
+            f"{text!r} is the text of a dict: write '{':'.join(filter(None, (find_name(kind), inside)))}'"
+        )
+    return InvalidField(f"{text!r} is the text of a dict: write 'NAME:field=value', such as 'yarn:factor=4'")
+
+
+def _unplaced(name: str, value: float) -> InvalidField:
+    """The error for a number behind a name, with the field that it is meant for."""
+    field = _main_field(_REGISTRY[name]) if name in _REGISTRY else "field"
+    return InvalidField(f"{value!r} is not a scheme: name its field, {name!r}, {field}={value!r}")
 
 
 def _main_field(cls: type[Scheme]) -> str:
@@ -223,13 +270,22 @@ def _beside(name: str, parts: list[tuple[str, dict[str, Any]]], fields: dict[str
     )
     makers: list[Any] = [FORMS.get(part) or _REGISTRY[part] for part, _ in parts]
     owners = [index for index, make in enumerate(makers) if fields.keys() <= inspect.signature(make).parameters.keys()]
+    if not owners and len(parts) == 1:
+        _build(parts[0][0], parts[0][1] | fields)  # refuses the field that it does not have
     if len(owners) != 1 or fields.keys() & parts[owners[0]][1].keys():
-        inside = ",".join(f"{field}={value}" for field, value in fields.items())
-        return InvalidField(f"{given}: write it inside the name that it belongs to, 'NAME:{inside}'")
+        return InvalidField(f"{given}: write it inside the name that it belongs to, 'NAME:{_inside(fields)}'")
     (owner,), spelled = owners, split_outside_brackets(name, "+")
-    inside = ",".join(f"{field}={value}" for field, value in (parts[owner][1] | fields).items())
-    spelled[owner] = f"{parts[owner][0]}:{inside}"
+    spelled[owner] = f"{parts[owner][0]}:{_inside(parts[owner][1] | fields)}"
     return InvalidField(f"{given}: write '{'+'.join(spelled)}'")
+
+
+def with_fields(scheme: str, fields: dict[str, Any]) -> str:
+    """Spell fields inside a typed scheme; `NAME` stands for the one of several that they belong to."""
+    return f"NAME:{_inside(fields)}" if "+" in scheme else f"{scheme}{',' if ':' in scheme else ':'}{_inside(fields)}"
+
+
+def _inside(fields: dict[str, Any]) -> str:
+    return ",".join(f"{field}={value}" for field, value in fields.items())
 
 
 def _makes_layers(scheme: Any) -> bool:
@@ -248,7 +304,7 @@ def _of_layers(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
     selector = ",".join(map(str, layers)) if is_list else "0-2" if layers is None else str(layers)
     inner = "+".join(map(str, schemes))
     if others:
-        inner += ":" + ",".join(f"{name}={value}" for name, value in others.items())
+        inner += f":{_inside(others)}"
     return InvalidField(
         f"layers={layers!r} with {inner!r}: write 'layers:[{selector}={inner};rest=none]', which leaves the others as "
         f"they are, or PerLayer({{{selector!r}: {inner!r}, 'rest': None}})"
@@ -259,9 +315,8 @@ def _misplaced(schemes: list[Any], fields: dict[str, Any]) -> InvalidField:
     """The error for fields beside several schemes, or beside a scheme object, with the line to write."""
     spelled, first = _spelled(fields), schemes[0]
     if len(schemes) > 1 or type(first) not in _REGISTRY.values():
-        inside = ",".join(f"{name}={value}" for name, value in fields.items())
         return InvalidField(
-            f"{spelled} with several schemes: write it inside the name that it belongs to, 'NAME:{inside}'"
+            f"{spelled} with several schemes: write it inside the name that it belongs to, 'NAME:{_inside(fields)}'"
         )
     suggestion = f"{first.name!r}, {spelled}"
     if "target" not in fields:
@@ -275,6 +330,8 @@ def _no_scheme(scheme: Any, fields: dict[str, Any]) -> UnknownScheme | InvalidFi
     """The error for something that is neither a name nor a scheme, with the line to write instead."""
     if scheme is None:
         find_name("none")
+    if hasattr(scheme, "named_modules"):
+        return UnknownScheme(f"a {type(scheme).__name__} is not a scheme; current_scheme(model) is the one that it has")
     if scheme not in _REGISTRY.values():
         return UnknownScheme(
             f"{scheme!r} is not a scheme; write a name such as 'yarn', or an object such as YaRN(factor=4)"
@@ -309,6 +366,9 @@ def _means_nothing(names: list[str], target: Any) -> InvalidField:
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
     if call := _CALL.fullmatch(text):  # as in Python: rerope(window=512)
         text = f"{call[1]}:{call[2]}"
+    if apart := _APART.fullmatch(text):
+        with suppress(UnknownScheme):
+            raise InvalidField(f"{text!r} is not a scheme: write '{find_name(apart[1], FORMS)}:{apart[2]}'")
     typed, _, rest = text.strip().partition(":")
     named, equals, value = typed.partition("=")
     if equals:
@@ -322,8 +382,17 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     for item in filter(None, split_outside_brackets(rest)):
         key, equals, value = item.partition("=")
         if not equals:
-            field = _main_field(FORMS.get(name) or _REGISTRY[name])  # type: ignore[arg-type]
-            raise InvalidField(f"{item!r} in {text!r} is not of the form field=value, such as {field}={item.strip()}")
+            field, _, value = item.strip().rpartition(":")
+            field = field or _main_field(FORMS.get(name) or _REGISTRY[name])  # type: ignore[arg-type]
+            raise InvalidField(f"{item!r} in {text!r} is not of the form field=value, such as {field}={value}")
+        if ":" in key:
+            with suppress(UnknownScheme):
+                other = find_name(key.partition(":")[0].strip(), FORMS)
+                first, second = text.split(item)[0].rstrip(", "), item.strip()
+                raise InvalidField(
+                    f"{text!r} names {name} and {other}: write '{first}+{second}' for both together, and '{first}' or "
+                    f"'{second}' for one of them"
+                )
         if (field := key.strip()) in fields:
             raise InvalidField(f"{text!r} gives {field!r} twice; each field is allowed once")
         fields[field] = _value(value.strip())
@@ -351,9 +420,8 @@ def _value(text: str) -> Any:
     """Parse a value: a Python literal, with the YAML spellings of true, false and null; a list, maybe of words; else a
     word.
     """
-    spelled = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in spelled:
-        return spelled[text.lower()]
+    if text.lower() in _CONSTANTS:
+        return ast.literal_eval(_CONSTANTS[text.lower()])
     try:
         value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -375,15 +443,21 @@ def _build(name: Any, fields: dict[str, Any]) -> Scheme:
         if field not in parameters and not takes_any:
             meant = _FIELDS_MEANT.get(str(field).lower(), "")
             hint = f"did you mean {meant!r}? allowed: {', '.join(sorted(allowed))}" if meant in allowed else ""
-            raise InvalidField(f"{name} has no field {field!r}; {hint or did_you_mean(str(field), allowed)}")
+            elsewhere = f"; 'abf:base={value}' sets the base" if meant == "base" and not hint else ""
+            raise InvalidField(f"{name} has no field {field!r}; {hint or did_you_mean(str(field), allowed)}{elsewhere}")
         if value == "auto" and aims and field in filled_for(make, 1):
             raise InvalidField(
                 f"{name}: {field}='auto' is not allowed; write target=8192, the length in tokens to reach, or "
-                "target=auto where lengths are measured"
+                "target=auto where lengths are measured or it follows from the model alone"
             )
     if missing := [field for field in _required(make) if field not in fields]:
         example = "" if isinstance(make, type) else ", such as layers:[0-2=nope;rest=none]"
-        error = MissingField(f"{name} needs {', '.join(missing)}; its fields are {', '.join(allowed)}{example}")
+        line = f"{name}:{','.join(f'{field}=...' for field in missing)}"
+        if isinstance(make, type):
+            example = f": write {line!r}"
+            if aims and filled_for(make, 1).keys() >= set(missing):
+                example += f", or '{name}:target=4x' for four times the length"
+        error = MissingField(f"{name} needs {', '.join(missing)}{example}; its fields are {', '.join(allowed)}")
         error.scheme, error.given = make, fields
         raise error
     return make(**{field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()})
@@ -395,7 +469,8 @@ def _required(make: Callable[..., Scheme]) -> list[str]:
 
 
 def _reaching(cls: type[Scheme], fields: dict[str, Any]) -> Scheme:
-    target = fields.pop("target")
+    target = plain_number(fields.pop("target"))
+    target = target.lower() if isinstance(target, str) else target
     if not takes_target(cls):
         raise _means_nothing([cls.name], target)
     placeholder = _build(cls.name, {**filled_for(cls, target), **fields})  # refuses what is wrong in the other fields

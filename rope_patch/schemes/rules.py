@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,14 @@ class Rule:
 
     def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
         """The error message for a value, without the name of the scheme, which goes in front."""
-        return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}"
+        return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}{_meant(value, noun)}"
+
+
+def _meant(value: Any, noun: str) -> str:
+    """The number to write for one of another type, such as `128.0` for an integer, `"4"` or `"4x"`."""
+    if isinstance(value, str) and (number := re.fullmatch(r"(\d+(?:\.\d+)?)x?", value)) and noun:
+        return f"; write {number[1]}"
+    return f"; write {value:.0f}" if isinstance(value, float) and value.is_integer() and noun == _WORDS[int] else ""
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,8 @@ class FieldRule:
         Raises:
             InvalidField: names the field, its value and what is allowed.
         """
-        value = getattr(scheme, self.name)
+        value = plain_number(getattr(scheme, self.name))
+        object.__setattr__(scheme, self.name, value)
         if (rule := self.broken(value, scheme)) is not None:
             has_size = self.kind not in _WORDS or is_computable(value)
             size = "" if has_size else f", and 0 or of a size from {1 / LARGEST:g} to {LARGEST:g}"
@@ -293,6 +302,11 @@ def _is_of(value: Any, kind: Any) -> bool:
     if kind is str:
         return True  # `OneOf` checks it
     return isinstance(value, (tuple, list) if kind is tuple else kind)
+
+
+def plain_number(value: Any) -> Any:
+    """The Python number in a scalar of numpy or torch; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def is_computable(value: Any) -> bool:

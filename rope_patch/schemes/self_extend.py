@@ -38,6 +38,7 @@ class SelfExtend(Scheme):
         "https://arxiv.org/abs/2401.01325",
         "https://github.com/datamllab/LongLM",
     )
+    aliases = ("long_lm",)
     sweep = (
         Sweep("group_size", "target", (1, 1.5, 2), window=1 / 2),
         Sweep("group_size", "target", (1, 1.5, 2), window=1 / 4),

@@ -14,6 +14,8 @@ from rope_patch.schemes.slots import Checkpoint, Target
 
 _MULTIPLE = re.compile(r"\d{1,6}(\.\d{1,6})?x")
 
+_FEW = 10  # a target of fewer tokens is meant as a multiple
+
 LONGEST = 10**15  # the longest target in tokens
 
 _VAST = Checkpoint(LONGEST, num_heads=1, max_length=LONGEST)
@@ -42,6 +44,11 @@ class Reaching(Combined):
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         given = {name: getattr(self.placeholder, name) for name in self.given}
+        if isinstance(self.target, int) and self.target < _FEW <= checkpoint.max_length:
+            raise InvalidField(
+                f"{self.placeholder.name}: target={self.target} is a length in tokens; for {self.target} times the "
+                f"length that the model reads today, write target='{self.target}x'"
+            )
         if self.target != "auto":
             tokens = _tokens(self.target, checkpoint.max_length)
             filled = self.placeholder.fields_for(Target(self.placeholder.name, tokens, checkpoint, given))
@@ -80,9 +87,15 @@ def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
         raise InvalidField(
             f"{kind.name}: target={target!r} is not allowed; target must be a whole number of tokens from 1 to "
             f"{LONGEST:g}, a multiple of the training length such as 4x, or auto for commands that measure lengths and "
-            "fields that follow from the checkpoint"
+            f"fields that follow from the checkpoint{_in_tokens(target)}"
         )
     return kind.fields_for(Target(kind.name, target, _VAST, {}))
+
+
+def _in_tokens(target: Any) -> str:
+    """The line to write for a target in thousands, which count 1,000 or 1,024 tokens."""
+    thousands = re.fullmatch(r"(\d{1,6})k", target, re.IGNORECASE) if isinstance(target, str) else None
+    return f"; if k is 1024, write target={int(thousands[1]) * 1024}" if thousands else ""
 
 
 def _tokens(target: int | str, trained: int) -> int:

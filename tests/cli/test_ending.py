@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 
 import pytest
 
-from rope_patch.cli import main
+from rope_patch.cli import available, load, main
 from rope_patch.cli.describe import Options
-from rope_patch.cli.options import INTERRUPTED, NO_READER, run
+from rope_patch.cli.options import INTERRUPTED, NO_READER, Measured, run
 from rope_patch.errors import InvalidField
 
 
-def ends(error):
+@dataclass(kw_only=True)
+class Resumed(Measured):
+    """Options of a measurement."""
+
+
+def ends(error, options=Options):
     def stop(_):
         raise error
 
-    return run(Options, stop, [])
+    return run(options, stop, [])
 
 
 def test_errors_of_a_user_are_one_line(capsys):
@@ -28,9 +34,18 @@ def test_errors_of_a_user_are_one_line(capsys):
 
 def test_an_interruption_tells_how_to_go_on(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/rope-patch", "sweep", "--target", "4 x"])
-    assert ends(KeyboardInterrupt()) == INTERRUPTED
+    assert ends(KeyboardInterrupt(), Resumed) == INTERRUPTED
     said = capsys.readouterr().err
     assert said == "rope-patch: interrupted; the results so far are saved; to resume: rope-patch sweep --target '4 x'\n"
+    assert ends(KeyboardInterrupt()) == INTERRUPTED
+    assert capsys.readouterr().err == "rope-patch: interrupted\n"
+
+
+def test_every_command_whose_help_promises_it_resumes():
+    for command in available():
+        if command != "doctor":
+            module = load(command)
+            assert getattr(module.Options, "resumes", False) == ("resume" in module.__doc__), command
 
 
 def test_only_the_main_process_speaks(capsys, monkeypatch):

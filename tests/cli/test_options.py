@@ -48,7 +48,9 @@ def test_every_kind_of_option():
         learning_rate=1e-3,
         seed=3,
     )
-    assert options("--lengths", "256", "512").lengths == (256, 512)
+    for words in (["256", "512"], ["256 512"], ["256, 512"]):
+        assert options("--lengths", *words).lengths == (256, 512)
+    assert options("--lengths", "1X,2x").lengths == options("--lengths", "1x,2x").lengths
 
 
 YAML = """
@@ -78,9 +80,9 @@ def test_a_file_gives_the_same_and_the_command_line_overrules_it(tmp_path):
         (["--lenghts", "3"], ["'--lenghts'", "did you mean '--lengths'", "--protocol"]),
         (["--lengths", "x2"], ["--lengths", "'x2'", "256,512", "1x,2x"]),
         (["--lengths", "3", "--protocol", "lst"], ["--protocol", "'lst'", "'last'"]),
-        (["--lengths", "3", "--targets", "x"], ["--targets", "INT", "'x'"]),
-        (["--lengths", "3", "--seed"], ["--seed"]),
-        (["--lengths", "3", "--learning-rate", "fast"], ["--learning-rate", "'fast'"]),
+        (["--lengths", "3", "--targets", "x"], ["--targets", "'x' is not a whole number"]),
+        (["--lengths", "3", "--seed"], ["--seed needs a value"]),
+        (["--lengths", "3", "--learning-rate", "fast"], ["--learning-rate", "'fast' is not a number"]),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(words, named, capsys):
