@@ -59,8 +59,7 @@ class Options:
     only: Names = ()  # of these encodings, train or time only some
     seeds: Numbers = (0,)  # random seeds; each gives other weights and other batches
     output: Folder = "runs/compare"  # folder for the rows, the table and the chart
-    # file or folder to train on (default: the standard library without its held-out modules)
-    train_text: OptionalFile = None
+    train_text: OptionalFile = None  # file or folder to train on (default: the standard library, no held-out modules)
     held_out_text: OptionalFile = None  # file or folder to measure on (default: the held-out modules)
     context: int = 128  # training length L in bytes
     multiples: Numbers = (1, 2, 4, 8)  # lengths to measure, in multiples of L
@@ -84,7 +83,6 @@ class Options:
     costs: bool = False  # do not train; time a step of each encoding in turn with one of rope
     cost_repetitions: int = 15  # timed steps of each encoding
     json: bool = False  # print one JSON document instead of the table
-
     resumes: ClassVar[bool] = True
 
 
