@@ -59,6 +59,8 @@ _APART = re.compile(r"\s*([\w-]+)[\s,;]+(\w+\s*=.*)", re.DOTALL)
 _COUNTED = re.compile(r"(.*?[A-Za-z])[\s_x*-]*(\d+(?:\.\d+)?)x?", re.IGNORECASE)
 """A name with a number: yarn4, yarn 4x."""
 
+_LONGEST_NAME = 64  # characters; the form above takes the square of their number
+
 _DEEPEST = 8  # brackets within brackets: a list of numbers in a mixture of layers has two
 
 
@@ -128,7 +130,8 @@ def find_name(typed: str, forms: Iterable[str] = ()) -> str:
         return meant
     if (advice := _ADVICE.get(_folded(typed))) is not None:
         raise UnknownScheme(f"there is no scheme {typed!r}; {advice}")
-    if (counted := _COUNTED.fullmatch(typed)) and (meant := spelled.get(_folded(counted[1]))) in _REGISTRY:
+    counted = _COUNTED.fullmatch(typed) if len(typed) <= _LONGEST_NAME else None
+    if counted and (meant := spelled.get(_folded(counted[1]))) in _REGISTRY:
         line = f"{meant}:{_main_field(_REGISTRY[meant])}={counted[2]}"
         raise UnknownScheme(f"there is no scheme {typed!r}; write {line!r}")
     ranked = dict.fromkeys(spelled[other] for other in nearest(_folded(typed), spelled, len(spelled), 0))

@@ -14,7 +14,8 @@ from rope_patch.schemes.slots import Checkpoint, Target
 
 _MULTIPLE = re.compile(r"\d{1,6}(\.\d{1,6})?x")
 
-_FEW = 10  # a target of fewer tokens is meant as a multiple
+_FEW = 10  # a target of fewer tokens is meant as a multiple,
+_MANY = 16  # if the model reads so many times more: a measurement may be that short
 
 LONGEST = 10**15  # the longest target in tokens
 
@@ -44,7 +45,7 @@ class Reaching(Combined):
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         given = {name: getattr(self.placeholder, name) for name in self.given}
-        if isinstance(self.target, int) and self.target < _FEW <= checkpoint.max_length:
+        if isinstance(self.target, int) and self.target < _FEW and self.target * _MANY <= checkpoint.max_length:
             raise InvalidField(
                 f"{self.placeholder.name}: target={self.target} is a length in tokens; for {self.target} times the "
                 f"length that the model reads today, write target='{self.target}x'"

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch import get_scheme, patch, unpatch
+from rope_patch import patch, unpatch
 from tests.models import absolute_families, t5_families
 from tests.runs import assert_close, logits, tokens
 
@@ -110,7 +110,7 @@ def base(llama, tmp_path):
 def test_adapters_come_back_under_their_scheme(adapted, spec, base, tmp_path):
     model, folder = adapted(base, spec).eval(), tmp_path / "adapters"
     expected = logits(model, tokens())
-    said = f"plain PEFT reads {folder} without {get_scheme(spec)}; rope_patch.from_pretrained({str(folder)!r})"
+    said = f"plain PEFT reads {folder} without {spec}; rope_patch.from_pretrained({str(folder)!r})"
     (found,) = warned(model.save_pretrained, folder)
     assert found.startswith(said)
     assert warned(model.save_pretrained, tmp_path / "again") == []

@@ -303,7 +303,7 @@ def test_a_gguf_file_is_read_and_cut_at_every_byte_is_not(tmp_path):
     [
         (gguf_bytes(*SETTINGS, version=1), "version 1; 2 and 3 are known"),
         (gguf_bytes(*SETTINGS, version=4), "version 4"),
-        (gguf_bytes(*SETTINGS, magic=b"GGML"), "is not JSON"),
+        (gguf_bytes(*SETTINGS, magic=b"GGML"), "does not begin with the letters GGUF"),
         (gguf_bytes(*SETTINGS, said=2**40), f"{2**40} settings"),
         (gguf_bytes(*SETTINGS, count=2**40), f"{2**40} tensors"),
         (gguf_bytes(*SETTINGS, said=len(SETTINGS) + 1), "truncated"),

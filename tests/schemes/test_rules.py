@@ -69,11 +69,11 @@ def test_rules_are_read_from_annotations():
     [
         ({"needed": 0}, "spelled: needed=0 is not allowed; needed must be an integer of at least 1"),
         ({"needed": True}, "spelled: needed=True is not allowed; needed must be an integer of at least 1"),
-        ({"needed": 2.0}, "spelled: needed=2.0 is not allowed; needed must be an integer of at least 1"),
+        ({"needed": 2.0}, "spelled: needed=2.0 is not allowed; needed must be an integer of at least 1; write 2"),
         ({"needed": None}, "spelled: needed=None is not allowed; needed must be an integer of at least 1"),
         ({"outside": 1}, "spelled: outside=1 is not allowed; outside must be an integer of at least 2"),
         ({"inside": 1}, "spelled: inside=1 is not allowed; inside must be an integer of at least 2"),
-        ({"older": "2"}, "spelled: older='2' is not allowed; older must be an integer of at least 2"),
+        ({"older": "2"}, "spelled: older='2' is not allowed; older must be an integer of at least 2; write 2"),
         ({"high": 0.5}, "spelled: high=0.5 is not allowed; high must be a number of at least low=1"),
         ({"high": "x", "low": 0}, "spelled: low=0 is not allowed; low must be a number above 0"),
         ({"low": 9}, "spelled: low=9 is not allowed; low must be at most 8"),
