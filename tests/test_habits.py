@@ -239,6 +239,11 @@ def test_other_spellings(asked, fields, meant, model):
     json.dumps(current_scheme(model).to_dict())  # in plain numbers
 
 
+def test_a_target_of_four_tokens_is_meant_as_a_multiple():
+    with pytest.raises(InvalidField, match="for 4 times the length that the model reads today, write target='4x'"):
+        patch(build(max_position_embeddings=256), "yarn", target=4)
+
+
 def test_a_multiple_counts_what_the_checkpoint_reads_today():
     """As Llama 3.1: trained at 16, read at 64; twice that is 128."""
     model = build(
@@ -289,7 +294,6 @@ def test_names_in_lower_case_are_the_classes():
         (("yarn",), {"target": "x"}, "multiple of the training length"),
         (("yarn",), {"target": "9999999x"}, "multiple of the training length"),
         (("yarn",), {"target": "1k"}, "if k is 1024, write target=1024"),
-        (("yarn",), {"target": 4}, "for 4 times the length that the model reads today, write target='4x'"),
         (("yarn", 4), {}, "4 is not a scheme: name its field, 'yarn', factor=4"),
         (("rerope, window=5",), {}, "write 'rerope:window=5'"),
         (("rerope window=5",), {}, "write 'rerope:window=5'"),
