@@ -24,23 +24,9 @@ from rope_patch import (
 from rope_patch.errors import NoCheckpoint, RopePatchWarning
 from rope_patch.saving import hub, loading
 from tests.families import build
-from tests.runs import logits as run
-from tests.runs import tokens
+from tests.test_habits import folder, logits, model
 
-
-@pytest.fixture
-def model():
-    return build("llama")
-
-
-@pytest.fixture
-def folder(model, tmp_path):
-    model.save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
-
-
-def logits(model) -> torch.Tensor:
-    return run(model, tokens())
+__all__ = ["folder", "model"]
 
 
 # --- in one line ---
