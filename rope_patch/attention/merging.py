@@ -39,7 +39,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 def compiles(device: torch.device) -> bool:
     """Whether Triton is installed and compiles for this device, or interprets."""
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    return importlib.util.find_spec("triton") is not None and (device.type == "cuda" or interprets)
+    return (device.type == "cuda" or interprets) and importlib.util.find_spec("triton") is not None
 
 
 def _compared(device: torch.device, dtype: torch.dtype, value_dim: int) -> Comparisons:

@@ -1,4 +1,6 @@
-"""What to write instead of a command line that cannot be read. Nothing here needs torch or the parser."""
+"""Errors for a command line that cannot be read: each shows the line to write. The module loads without torch and the
+parser.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ _COMMANDS = {
     "doctor": ("check", "diagnose", "lint"),
     "passkey": ("needle", "niah"),
 }
-"""What commands are called in other programs."""
+"""Names that other programs have for our commands."""
 
 
 def no_command(typed: str, available: Collection[str]) -> str:
@@ -89,12 +91,14 @@ def no_option(flag: str, words: Sequence[str], allowed: Collection[str], alone: 
 
 def _with_field(flag: str, words: Sequence[str]) -> str:
     """The scheme of a command line, with the field that was typed as an option."""
+    from rope_patch.schemes.registry import with_fields
+
     joined = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     index = joined.index(flag)
     value = joined[index + 1] if index + 1 < len(joined) else "..."
     schemes = [after for word, after in pairwise(joined) if word == "--scheme"]
     scheme, field = schemes[-1] if schemes else "NAME", flag.lstrip("-").replace("-", "_")
-    return scheme if f"{field}=" in scheme else f"{scheme}{',' if ':' in scheme else ':'}{field}={value}"
+    return scheme if f"{field}=" in scheme else with_fields(scheme, {field: value})
 
 
 def no_place(words: Sequence[str], allowed: Collection[str]) -> EvaluationError:
@@ -113,7 +117,7 @@ def no_place(words: Sequence[str], allowed: Collection[str]) -> EvaluationError:
 
 
 def sentence_of(box: str) -> str:
-    """What tyro draws in a box without colours and line ends, as a sentence without its title and its reminders."""
+    """Turn the box that tyro draws into a sentence, without line ends, its title and its reminders of the help."""
     parts = re.split(r"^ *-{3,} *$", box, flags=re.MULTILINE)
     text = " ".join((parts[1] if len(parts) > 1 else box).partition("Got errors:")[0].split())
     for pattern, words in _REWRITTEN:

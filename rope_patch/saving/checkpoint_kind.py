@@ -40,11 +40,8 @@ def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
     if not isinstance(path, (str, os.PathLike)):
         kind = "None" if path is None else f"a {type(path).__name__}"
         is_loaded = hasattr(path, "named_modules")
-        line = (
-            "it is loaded already: write patch(model, SCHEME)"
-            if is_loaded
-            else ("pass the path of a folder or of a GGUF file, or a Hub ID")
-        )
+        line = "pass the path of a folder or of a GGUF file, or a Hub ID"
+        line = "it is loaded already: write patch(model, SCHEME)" if is_loaded else line
         raise NoCheckpoint(f"{kind} is not a checkpoint; {line}")
     name = os.fspath(path)
     folder = Path(name, location.get("subfolder") or "")

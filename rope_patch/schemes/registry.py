@@ -238,7 +238,7 @@ def _unnamed(fields: dict[str, Any]) -> InvalidField:
                 line = ", ".join(filter(None, (repr(name), others)))
                 return InvalidField(f"{typed}={value!r} is no argument: write {line}")
         with suppress(UnknownScheme):
-            cls = _REGISTRY["abf" if _FIELDS_MEANT.get(typed) == "base" else find_name(typed)]
+            cls = _scheme_for(_FIELDS_MEANT.get(typed, typed)) or _REGISTRY[find_name(typed)]
             return InvalidField(f"{typed}={value!r} names no scheme: write {cls.name!r}, {_main_field(cls)}={value!r}")
     return InvalidField(f"no scheme was given; name one, such as 'yarn', factor=4; {_ALL}")
 
@@ -446,7 +446,8 @@ def _build(name: Any, fields: dict[str, Any]) -> Scheme:
         if field not in parameters and not takes_any:
             meant = _FIELDS_MEANT.get(str(field).lower(), "")
             hint = f"did you mean {meant!r}? allowed: {', '.join(sorted(allowed))}" if meant in allowed else ""
-            elsewhere = f"; 'abf:base={value}' sets the base" if meant == "base" and not hint else ""
+            other = None if hint else _scheme_for(meant)
+            elsewhere = f"; '{other.name}:{meant}={value}' sets the {meant}" if other else ""
             raise InvalidField(f"{name} has no field {field!r}; {hint or did_you_mean(str(field), allowed)}{elsewhere}")
         if value == "auto" and aims and field in filled_for(make, 1):
             raise InvalidField(
@@ -464,6 +465,12 @@ def _build(name: Any, fields: dict[str, Any]) -> Scheme:
         error.scheme, error.given = make, fields
         raise error
     return make(**{field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()})
+
+
+def _scheme_for(field: str) -> type[Scheme] | None:
+    """The one scheme whose only required field this is; None if there is none, or more than one."""
+    found = [cls for cls in _REGISTRY.values() if _required(cls) == [field]]
+    return found[0] if len(found) == 1 else None
 
 
 def _required(make: Callable[..., Scheme]) -> list[str]:

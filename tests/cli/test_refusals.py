@@ -1,4 +1,4 @@
-"""What people type on the command line from habit: the error shows the line to write, also on a terminal."""
+"""Command lines that people type from habit: the error shows the line to write, also on a terminal."""
 
 from __future__ import annotations
 
