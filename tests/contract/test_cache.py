@@ -242,8 +242,9 @@ def test_prefix_tuning_is_refused_and_prompt_tuning_is_not(llama, first):
         assert prompt(tokens(8)).logits.shape == (1, 12, 97)
 
 
+@pytest.mark.parametrize("sums", [False, True])  # as on a CPU, and as on a GPU
 @pytest.mark.parametrize("spec", [spec for spec in ALL if not get_scheme(spec).decays])
-def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, monkeypatch):
+def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, sums, monkeypatch):
     rows = [tokens(length, seed=length) for length in (usable_length(llama, spec), 23)]
     batch, mask = left_padded(rows)
     sizes = [batch.shape[1] - 2, 1, 1]
@@ -251,6 +252,7 @@ def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, monkeypa
         expected = cached_logits(llama, batch, sizes, mask)
         monkeypatch.setitem(vars(joined.EXECUTOR), "attend", lambda problem: (traced.attend(problem), None))
         monkeypatch.setattr(joined, "_is_block", lambda *_: False)
+        monkeypatch.setattr(traced, "_compiles_sums", lambda _: sums)
         found = cached_logits(llama, batch, sizes, mask)
         static = StaticCache(config=llama.config, max_cache_len=batch.shape[1] + 5)
         in_static = cached_logits(llama, batch, sizes, mask, static)
