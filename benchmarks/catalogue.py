@@ -84,8 +84,10 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
     yield _fine_tuning(Shape(8192, 4, 4, 64, "bfloat16"))
 
 
-TABLE = ("generate", "graphs", "breaks", "forward", "training", "token", "read", "mode")
+TABLE = ("graphs", "breaks", "forward", "training", "token", "read")
 """Groups of rows on a GPU that a user meets first: what `make gpu` measures before the others."""
+COMPILED = ("generate", "mode")
+"""Groups of rows whose sides are compiled, each in a process of its own: `benchmarks.compiled`."""
 PARTS = ("part", "part-training", "value", "executor")
 """Groups whose rows time kernels and executors alone, or compare their values."""
 _BY_REGIONS = ("rerope", "dca")

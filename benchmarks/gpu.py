@@ -6,7 +6,9 @@ Parts run in the order of their worth, each in a process of its own that is kill
 has found is on disk at once, and the next run goes on behind it. Time that a part leaves goes to the later ones.
 
 - `tests`: the tests for a GPU, each failure with its whole text (tests.jsonl);
-- `table`: what a user meets, over plain attention: compiled and eager tokens, a prefill, attention alone (cuda.json);
+- `table`: what a user meets, over plain attention: eager tokens, a prefill, attention alone (cuda.json);
+- `compiled`: tokens of compiled models, likewise (cuda.json);
+- `profile`: what these times consist of, kernel by kernel (profile.json);
 - `parts`: single kernels and executors, timed, and their values against the definition (cuda.json);
 - `model`: perplexity, a repeated passage and far text of the checkpoint in --model (checkpoint.json);
 - `rest`: all other rows of the catalogue, until the time is over (cuda.json);
@@ -34,14 +36,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoint, machine
-from benchmarks.catalogue import PARTS, TABLE
+from benchmarks.catalogue import COMPILED, PARTS, TABLE
 from benchmarks.results import ResultFile
 from rope_patch.errors import RopePatchError
 from rope_patch.evaluation.row import provenance
 from rope_patch.json_files import read_object, read_rows
 
 ROOT = Path(__file__).parents[1]
-WORTH = {"tests": 5, "table": 4, "parts": 2, "model": 2, "rest": 2}
+WORTH = {"tests": 4, "table": 2, "compiled": 3, "profile": 1, "parts": 2, "model": 2, "rest": 1}
 """Parts in their order, with their minutes of fifteen."""
 BY_NAME = {"finetune": 10, "serve": 5}
 """Parts that run only if they are named, with their weights."""
@@ -76,6 +78,10 @@ def parts_of(options: argparse.Namespace) -> dict[str, Part]:
     bench: tuple[str, ...] = ("benchmarks.run", "--device", device, "--catalogue", "cuda", "--resume", *out)
     bench += ("--seconds", "1")  # a GPU repeats most rows dozens of times in it
     bench += ("--picture", str(options.out / "growth.png"), *(("--quick",) if options.quick else ()))
+    quick = ("--quick",) if options.quick else ()
+    chosen = ("generate/rerope",) if options.quick else COMPILED
+    compiled = ("benchmarks.compiled", "--device", device, "--resume", "--seconds", "1", *quick, *out)
+    profile = ("benchmarks.profiled", "--device", device, *quick, *out)
     text = ("--text", str(options.text)) if options.text else ()
     model = ("benchmarks.checkpoint", "--model", str(options.model), *text, *sizes, *out, "--only")
     none = "" if options.model else "no --model is given: it takes the folder of a checkpoint"
@@ -84,6 +90,8 @@ def parts_of(options: argparse.Namespace) -> dict[str, Part]:
     return {
         "tests": Part(WORTH["tests"], tests(options), "tests.jsonl", _not_installed("pytest")),
         "table": Part(WORTH["table"], (*bench, "--only", *table), f"{device}.json"),
+        "compiled": Part(WORTH["compiled"], (*compiled, "--only", *chosen), f"{device}.json"),
+        "profile": Part(WORTH["profile"], profile, "profile.json"),
         "parts": Part(WORTH["parts"], (*bench, "--only", *PARTS), f"{device}.json"),
         "model": Part(WORTH["model"], (*model, "far"), "checkpoint.json", none),
         "rest": Part(WORTH["rest"], (*bench, *rest), f"{device}.json"),
@@ -142,6 +150,9 @@ def _counted(path: Path) -> str:
         last = {row["test"]: row["outcome"] for row in rows if "test" in row}
         count = Counter(last.values())
         return f"{len(last)} tests ran, {count['failed']} failed, {count['skipped']} skipped"
+    if path.stem == "profile":
+        calls = read_object(path.read_text(encoding="utf-8"))["calls"]
+        return f"{len(calls)} calls, {sum('error' in call for call in calls.values())} failed"
     if path.stem == "checkpoint":
         done = read_object(path.read_text(encoding="utf-8"))["done"]
         return f"{len(done)} measurements, {sum(part['error'] is not None for part in done.values())} failed"

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import chart
 from benchmarks.results import ResultFile, Row
 from rope_patch.evaluation.scheme_specs import display_name
 
@@ -163,6 +162,8 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    if options.page or options.picture:
+        from benchmarks import chart  # matplotlib is an extra
     if options.page:
         options.page.write_text(TABLE.sub(lambda _: f"{headline(results)}\n", options.page.read_text()))
         chart.save_ratios(results, options.page.parent / "images" / "benchmarks.png", HEADLINE, scheme_of)

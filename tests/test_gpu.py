@@ -3,18 +3,21 @@
 import dataclasses
 import json
 import os
+import queue
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import candidates, checkpoint, gpu, run
-from benchmarks.catalogue import PARTS, TABLE, rows
-from benchmarks.comparison import Shape
+from benchmarks import candidates, checkpoint, compiled, gpu, profiled, run
+from benchmarks.catalogue import COMPILED, PARTS, TABLE, rows
+from benchmarks.comparison import Comparison, Shape, Side
 from benchmarks.measure import Patience
+from benchmarks.results import ResultFile
 from rope_patch.attention.tile_kernels import FlashCPU
 
 MODEL = ["--model", "recipes/assets/tiny-llama"]
@@ -100,7 +103,7 @@ def test_a_folder_of_another_size_is_refused_and_a_file_that_was_cut_is_begun_an
     assert (status, found["tests"]["state"]) == (0, "done")
 
 
-@pytest.mark.parametrize("name", ["tests.jsonl", "cuda.json", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["tests.jsonl", "cuda.json", "profile.json", "checkpoint.json"])
 def test_a_damaged_file_of_rows_does_not_hide_the_others(tmp_path, name):
     (tmp_path / name).write_text('{"half": \nof a file\n')
     assert gpu.found_in(tmp_path / name).startswith("the file is damaged")
@@ -109,14 +112,14 @@ def test_a_damaged_file_of_rows_does_not_hide_the_others(tmp_path, name):
 
 def test_a_part_asks_for_rows_that_are_there_and_for_every_new_one():
     groups = {row.name.partition("/")[0] for row in rows("cuda")}
-    assert groups >= {*TABLE, *PARTS}
+    assert groups >= {*TABLE, *COMPILED, *PARTS}
     names = {row.name for row in rows("cuda")}
     kernels = {f"value/{kernel}/{region}" for kernel in candidates.KERNELS for region in candidates.REGIONS}
     assert names >= kernels | {f"value/{executor}/rerope" for executor in ("fused", "merged")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [*TABLE[:-1], *PARTS])
+@pytest.mark.parametrize("group", [*TABLE, *COMPILED[:1], *PARTS])
 def test_rows_for_a_gpu_run_on_a_cpu_at_tiny_sizes(group):
     row = run.jobs_for("cpu", [group], quick=True, catalogue="cuda")[-1]
     found = run.measured(dataclasses.replace(row, memory_target=None), Patience(0.0, least=1))
@@ -136,6 +139,54 @@ def test_a_wrong_value_of_a_kernel_or_an_executor_is_measured(monkeypatch):
     )
     assert candidates.kernel_error(shape, "flash", "near")[0] == pytest.approx(0.5)
     assert candidates.executor_error(shape, "rerope", "merged")[0] > 0.1
+
+
+@pytest.mark.slow
+def test_rows_compile_side_by_side_and_each_is_written(tmp_path):
+    words = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert compiled.main([*words, "--only", "generate/rerope", "generate/logn"]) == 0
+    found = ResultFile.read(tmp_path / "cpu.json")
+    assert {row.name.split("/")[1] for row in found.rows} == {"rerope", "logn"}
+    assert all(row.ratio and row.error is None for row in found.rows)
+    assert not found.unfinished
+
+
+def test_a_row_that_does_not_compile_is_a_row_and_stops_no_other(tmp_path):
+    def fails(_):
+        raise RuntimeError("no compiler")
+
+    good = Comparison("generate/good", "", "", lambda _: Side(int), lambda _: Side(int), Shape(1))
+    bad = dataclasses.replace(good, name="generate/bad", ours=fails)
+    free = threading.Event()
+    free.set()
+    for job in (bad, good):
+        compiled.compiled_and_timed(
+            job, tmp_path / "cpu.json", Patience(0.0, least=1), queue.Queue(), free, threading.Lock()
+        )
+    found = {row.name: row.error for row in ResultFile.read(tmp_path / "cpu.json").rows}
+    assert found == {"generate/bad": "RuntimeError: no compiler", "generate/good": None}
+
+
+def test_a_compiled_row_that_is_not_there_is_named(tmp_path, capsys):
+    assert compiled.main(["--device", "cpu", "--only", "generate/none", "--out", str(tmp_path)]) == 2
+    assert "there are generate, mode" in capsys.readouterr().err
+
+
+def test_a_call_is_profiled_once_and_an_error_is_kept(tmp_path, monkeypatch, capsys):
+    def fails(_):
+        raise RuntimeError("out of memory")
+
+    calls = {"good": (lambda _: Side(lambda: torch.ones(3) + 1), Shape(1)), "bad": (fails, Shape(1))}
+    monkeypatch.setattr(profiled, "cases", lambda _: calls)
+    words = ["--device", "cpu", "--out", str(tmp_path)]
+    assert profiled.main(words) == 1
+    found = json.loads((tmp_path / "profile.json").read_text())["calls"]
+    assert found["bad"] == {"error": "RuntimeError: out of memory"}
+    assert "aten::add" in {name for name, *_ in found["good"]["kernels"]}
+    capsys.readouterr()
+    calls["bad"] = calls["good"]
+    assert profiled.main(words) == 0
+    assert capsys.readouterr().out.startswith("bad:")
 
 
 # --- outcomes of tests ---
