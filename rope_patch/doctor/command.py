@@ -60,6 +60,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Words of the command line, with the settings of each in argparse."""
 
+_WITH_A_SCHEME = "`rope-patch describe --model CHECKPOINT --scheme ...` shows what a scheme would change"
+
 AGREED, OTHERWISE, UNREADABLE, NO_STDOUT = 0, 1, 2, 141
 
 
@@ -71,6 +73,8 @@ class _Parser(argparse.ArgumentParser):
         names |= dict.fromkeys(("reader", "readers", "program", "engine"), "--for")
         near = difflib.get_close_matches(typed[1], names, 1) if typed else []
         hint = f"; did you mean {names[near[0]]!r}?" if near else ""
+        if typed and typed[1] in ("scheme", "schemes"):
+            hint = "; it reads what a checkpoint says of itself, without a scheme: " + _WITH_A_SCHEME
         raise Unreadable(f"{message}{hint}; {self.prog} --help explains all options")
 
 

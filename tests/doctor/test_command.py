@@ -134,6 +134,7 @@ def test_that_a_model_type_is_unknown_is_no_doubt(write, capsys):
         (["nowhere"], "nowhere is not there"),
         (["fine", "--nope"], "unrecognized arguments: --nope; rope-doctor --help explains all options"),
         (["fine", "--jsn"], "unrecognized arguments: --jsn; did you mean '--json'?"),
+        (["fine", "--scheme", "yarn"], "`rope-patch describe --model CHECKPOINT --scheme ...` shows what a scheme"),
         (["fine", "--readers", "vllm"], "did you mean '--for'?"),
         (["someone/something"], "of a Hub ID, fetch it first: hf download someone/something config.json"),
         (["fine", "--for"], "argument --for: expected one argument"),

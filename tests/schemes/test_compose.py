@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from rope_patch import ALiBi, Compose, Learned, LogN, ReRoPE, RoPE, Scheme, SlotConflict, get_scheme
+from rope_patch import ALiBi, Compose, InvalidField, Learned, LogN, ReRoPE, RoPE, Scheme, SlotConflict, get_scheme
 from rope_patch.schemes.base import COMPOSED
 from rope_patch.schemes.compose import Combined
 from rope_patch.typing import RotarySpec
@@ -117,3 +117,14 @@ def test_where_an_owner_stands_among_what_refines_it_does_not_matter():
 )
 def test_a_composition_refines_where_no_part_owns_the_frequencies(spec, refines):
     assert get_scheme(spec).refines == get_scheme(f"{spec}+alibi").refines == refines
+
+
+def test_text_is_not_added_to_a_scheme_and_the_line_to_write_is_said():
+    with pytest.raises(InvalidField, match=r"write get_scheme\('logn'\) in its place, .* 'rerope:window=5\+logn'"):
+        ReRoPE(window=5) + "logn"
+    with pytest.raises(InvalidField, match=r"or all of it as text: 'logn\+rerope:window=5'"):
+        "logn" + ReRoPE(window=5)
+    with pytest.raises(TypeError, match="'ReRoPE' and 'int'"):
+        ReRoPE(window=5) + 3
+    with pytest.raises(TypeError, match="'int' and 'ReRoPE'"):
+        3 + ReRoPE(window=5)
