@@ -3,7 +3,8 @@
     python -m pytest -p tests.outcomes --outcomes runs/gpu/tests.jsonl tests/test_cuda.py
 
 A run that was cut goes on: tests that passed at this commit are left out, and those that failed come last. Under
-pytest-xdist each worker compiles kernels into a folder of its own: none reads a kernel that another is writing.
+pytest-xdist all workers compile kernels into one folder, as several processes of a user do: with a folder each, on a
+GPU with 16 cores, nine workers needed 105 seconds for 262 tests, most of them to compile the same kernels.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variables that name a folder of compiled kernels, and the folder beside the outcomes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,8 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is None:
         config.pluginmanager.register(Outcomes(path))
         return
-    for variable, folder in CACHES.items():
-        os.environ[variable] = str(path.resolve().parent / folder / worker["workerid"])
     config.pluginmanager.register(Order(worker["outcomes"]))
 
 
