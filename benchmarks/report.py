@@ -24,6 +24,9 @@ _HEADER = ("work", "yardstick", "time [quartiles]", "at most", "memory", "at mos
 TABLE = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)", re.DOTALL)
 """Where a page contains what was measured: docs/benchmarks.md the headline, and the site the table below it."""
 
+GPU_TABLE = re.compile(TABLE.pattern.replace("measured", "measured on a GPU"), re.DOTALL)
+"""Where docs/benchmarks.md contains what was measured on a GPU."""
+
 HEADLINE = {  # what is done, and the rows of schemes that do it
     "attention with projections and rotations, 8,192 tokens": (
         "module/rerope/8192/float32",
@@ -41,6 +44,19 @@ HEADLINE = {  # what is done, and the rows of schemes that do it
     "a whole model under static frequencies": ("model/yarn/2048/float32",),
 }
 """The rows of the headline and of its chart."""
+
+GPU_SCHEMES = ("yarn", "logn", "rerope", "self_extend", "dca", "alibi")
+"""The columns of the table of a GPU."""
+GPU_WORK = {
+    "attention alone, 8,192 tokens": "forward/{}/8192/bfloat16",
+    "its forward and backward": "training/{}/8192/bfloat16",
+    "attention alone, 32,768 tokens": "forward/{}/32768/bfloat16",
+    "its forward and backward, 32,768": "training/{}/32768/bfloat16",
+    "a whole model, prompt of 8,192": "read/{}/8192/bfloat16",
+    "a compiled token after 8,192": "generate/{}/8192/bfloat16",
+    "an eager token after 8,192": "token/{}/grouped/8192/bfloat16",
+}
+"""The lines of the table of a GPU, and their rows."""
 
 _WIDTH = 150
 _STYLES = {"yes": "green", "no": "bold red"}
@@ -123,6 +139,25 @@ def headline(results: ResultFile) -> str:
     return "\n".join(lines)
 
 
+def gpu_table(results: ResultFile) -> str:
+    """What a user meets on a GPU, over the unpatched model or plain attention: work by scheme, as markdown; a scheme
+    that was not measured has an empty cell, and a target that was missed stands behind its figure.
+    """
+    rows = {row.name: row for row in results.rows}
+    lines = [("", *map(display_name, GPU_SCHEMES)), ("---",) * (1 + len(GPU_SCHEMES))]
+    for work, name in GPU_WORK.items():
+        of_schemes = [rows.get(name.format(scheme)) for scheme in GPU_SCHEMES]
+        lines.append((work, *map(_over_plain, of_schemes)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _over_plain(row: Row | None) -> str:
+    if row is None or row.ratio is None:
+        return ""
+    missed = f" (of {row.target:g})" if row.target is not None and row.ratio > row.target else ""
+    return f"{_number(row.ratio)}{missed}"
+
+
 def scheme_of(name: str) -> str:
     """The scheme in the name of a row, as people write it."""
     return display_name(name.split("/")[1])
@@ -154,7 +189,11 @@ def main() -> int:
         description="Print measured rows as a markdown table.",
     )
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "cpu.json")
-    parser.add_argument("--page", type=Path, help="write the headline into this page, and its chart beside it")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help="write the headline into this page, and its chart beside it; of results of a GPU, their table",
+    )
     parser.add_argument("--picture", type=Path, help="also draw the curve over lengths into this PNG")
     options = parser.parse_args()
     try:
@@ -164,7 +203,10 @@ def main() -> int:
         return 2
     if options.page or options.picture:
         from benchmarks import chart  # matplotlib is an extra
-    if options.page:
+    if options.page and results.facts["machine"]["gpu"]:
+        found = GPU_TABLE.sub(lambda _: f"{gpu_table(results)}\n", options.page.read_text())
+        options.page.write_text(found)
+    elif options.page:
         options.page.write_text(TABLE.sub(lambda _: f"{headline(results)}\n", options.page.read_text()))
         chart.save_ratios(results, options.page.parent / "images" / "benchmarks.png", HEADLINE, scheme_of)
     else:
