@@ -48,7 +48,12 @@ def rotations(
     """
     distinct = {id(table): table for table in tables if table is not None}
     flat = [one for table in distinct.values() for one in table]
-    made = _Rotations.apply(dense(x), first, partner, *flat) if distinct else ()
+    if not distinct:
+        return [x] * len(tables)
+    if torch.is_grad_enabled():
+        made = _Rotations.apply(dense(x), first, partner, *flat)
+    else:
+        made = launch([dense(x)] * len(distinct), list(distinct.values()), partner, first)
     rotated = {id(None): x, **dict(zip(distinct, made, strict=True))}
     return [rotated[id(table)] for table in tables]
 

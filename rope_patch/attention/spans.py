@@ -39,6 +39,11 @@ class Span:
     hidden: int = 0
     before: int = 0
 
+    def __hash__(self) -> int:
+        """A hash that equal spans share; slices have none before Python 3.12."""
+        queries, keys = self.queries, self.keys
+        return hash((self.rows.start, queries.start, queries.stop, keys.start, keys.stop, self.first_position))
+
     @property
     def q_length(self) -> int:
         """Number of queries."""

@@ -65,15 +65,16 @@ class Row:
         """The reason why the row is not taken, or an empty string."""
         if not self.serves(problem.mode):
             return f"attention={problem.mode!r} is asked for"
-        if problem.mode == "auto":
-            fewest, most = self.pairs
-            if self.by_name:
-                return f"attention={self.executor.name!r} asks for it"
-            if problem.pairs < fewest:
-                return f"the call is small: {problem.pairs} pairs of tokens, and it is faster from {fewest} on"
-            if problem.pairs > most:
-                return f"the call is large: {problem.pairs} pairs of tokens, all of which it would hold; {most} at most"
-        return (self.unless(problem) if problem.mode == "auto" else "") or self.executor.supports(problem)
+        if problem.mode != "auto":
+            return self.executor.supports(problem)
+        if self.by_name:
+            return f"attention={self.executor.name!r} asks for it"
+        (fewest, most), pairs = self.pairs, problem.pairs
+        if pairs < fewest:
+            return f"the call is small: {pairs} pairs of tokens, and it is faster from {fewest} on"
+        if pairs > most:
+            return f"the call is large: {pairs} pairs of tokens, all of which it would hold; {most} at most"
+        return self.unless(problem) or self.executor.supports(problem)
 
 
 PREFERENCES = ("fused",)
@@ -87,7 +88,7 @@ def choose(rows: Sequence[Row], problem: Problem) -> Executor:
         UnsupportedModel: none can; the message has the reasons of those that were asked for by name.
     """
     for row in rows:
-        if row.serves(problem.mode) and not row.reason(problem):
+        if not row.reason(problem):
             return row.executor
     if problem.mode in PREFERENCES:
         return choose(rows, dataclasses.replace(problem, mode="auto"))

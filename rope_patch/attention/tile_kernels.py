@@ -176,16 +176,24 @@ def _by_kv_head(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).contiguous()
 
 
+@dataclass(frozen=True)  # instances are equal, so that the tiles of a call are found once
 class FlashCPU(Kernel):
-    """The flash kernel behind `scaled_dot_product_attention` on CPU, which returns its log-sum-exp."""
+    """The flash kernel behind `scaled_dot_product_attention` on CPU, which returns its log-sum-exp.
 
+    Attributes:
+        heads: of all rows of the batch.
+        threads: that share the work.
+    """
+
+    heads: int = 1
+    threads: int = 1
     rows = 768
     """Queries of a tile: from this many on, the kernel uses its largest blocks, which the threads share."""
 
-    scale = 1
-
-    def __init__(self, heads: int = 1, threads: int = 1) -> None:
-        self.scale = math.ceil(threads / (3 * heads))
+    @property
+    def scale(self) -> int:
+        """Multiplies the number of queries of a tile, where fewer would leave threads idle."""
+        return math.ceil(self.threads / (3 * self.heads))
 
     def band_rows(self, width: float) -> int:
         """The number of queries in a tile of a band: fewer waste less at the edges, and from 192 on the kernel uses
@@ -307,17 +315,18 @@ def _window(tile: Tile) -> dict[str, int]:
     return {"window_size_left": tile.high - 1 - on_diagonal, "window_size_right": on_diagonal - tile.low}
 
 
+@dataclass(frozen=True)
 class Dense(Kernel):
     """Plain products in float32 or wider, on any device, in any dtype; the reference for the other kernels.
 
     The query heads that share a key head are rows of one product; a broadcast batch of products would copy the keys for
     each of them.
+
+    Attributes:
+        rows: queries of a tile.
     """
 
-    rows = 256
-
-    def __init__(self, rows: int = rows) -> None:
-        self.rows = rows
+    rows: int = 256
 
     def band_rows(self, width: float) -> int:
         """Take as many queries for a band as for any other tile."""

@@ -38,16 +38,17 @@ class Trial:
         """The reason why the kernel is not used with these arguments, or an empty string if it was right. Lack of
         memory, and a CUDA graph that is being captured, are no verdict: the next call tries again.
         """
-        if arguments not in self._reasons:
-            reason, lasts = self._tried(*arguments)
-            if reason and arguments not in self._told:
-                self._told.add(arguments)
-                what, again = ", ".join(map(str, arguments)), "" if lasts else "; the next call tries it again"
-                warnings.warn(f"{self.name} is not used ({what}): {reason}{again}", RopePatchWarning, stacklevel=2)
-            if not lasts:
-                return reason
+        known = self._reasons.get(arguments)
+        if known is not None:
+            return known
+        reason, lasts = self._tried(*arguments)
+        if reason and arguments not in self._told:
+            self._told.add(arguments)
+            what, again = ", ".join(map(str, arguments)), "" if lasts else "; the next call tries it again"
+            warnings.warn(f"{self.name} is not used ({what}): {reason}{again}", RopePatchWarning, stacklevel=2)
+        if lasts:
             self._reasons[arguments] = reason
-        return self._reasons[arguments]
+        return reason
 
     def forget(self) -> None:
         """Forget all reasons."""

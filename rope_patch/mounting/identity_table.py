@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply"}
-_SUMS = {"add", "__add__", "__radd__", "sub", "__sub__"}
+_SPARED = _PRODUCTS | {"add", "__add__", "__radd__", "sub", "__sub__"}
 _SHAPING = {"__getitem__", "unsqueeze", "squeeze", "expand", "view", "reshape", "transpose", "to", "float", "half"}
 _SHAPING |= {"bfloat16", "type", "chunk", "split", "contiguous", "repeat_interleave", "narrow"}
 
@@ -32,7 +32,7 @@ class IdentityTable(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _PRODUCTS | _SUMS and (spared := _spared(name, *args)) is not None:
+            if name in _SPARED and (spared := _spared(name, *args)) is not None:
                 return spared
             result = func(*args, **(kwargs or {}))
             if name not in _SHAPING or not isinstance(args[0], cls):
@@ -45,11 +45,24 @@ class IdentityTable(torch.Tensor):
 
 def _spared(name: str, *args: Any) -> torch.Tensor | None:
     """The result of a product or a sum, if it follows without computing; else None."""
-    if len(args) != 2 or not all(isinstance(x, torch.Tensor) for x in args) or isinstance(args[0], IdentityTable):
+    if len(args) != 2:
         return None
     x, table = args
-    if torch.result_type(x, table) != x.dtype or torch.broadcast_shapes(x.shape, table.shape) != x.shape:
+    if not (isinstance(x, torch.Tensor) and isinstance(table, IdentityTable)) or isinstance(x, IdentityTable):
+        return None
+    wider = x.dtype != table.dtype and torch.result_type(x, table) != x.dtype
+    if wider or not _expands(table.shape, x.shape):
         return None
     if table.number == (1 if name in _PRODUCTS else 0):
         return x
     return IdentityTable.from_tensor(table.as_subclass(torch.Tensor).expand(x.shape), 0) if name in _PRODUCTS else None
+
+
+def _expands(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether a tensor of this shape expands to another; `torch.broadcast_shapes` takes as long as what it would spare
+    on a GPU.
+    """
+    for size, wanted in zip(reversed(shape), reversed(to), strict=False):
+        if size not in (1, wanted):
+            return False
+    return len(shape) <= len(to)

@@ -192,6 +192,10 @@ class Tokens:
     seen: torch.Tensor | None = None
 
 
+Bounds = tuple[float, float, int, float]
+"""The fields `start`, `stop`, `chunk` and `keys_below` of a `Region`."""
+
+
 @dataclass(frozen=True)
 class Region:
     """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate them.
@@ -213,6 +217,16 @@ class Region:
     stop: float = math.inf
     chunk: int = 1
     keys_below: float = math.inf
+
+    @classmethod
+    def between(cls, bounds: Bounds) -> Region:
+        """The region with these bounds, whose pairs are rotated by their true positions."""
+        return cls(Identity(), Identity(), *bounds)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What decides which pairs belong to the region, without the positions that rotate them."""
+        return self.start, self.stop, self.chunk, self.keys_below
 
     def contains(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         """A boolean in the broadcast shape of `m` and `n`, true for pairs in this region."""

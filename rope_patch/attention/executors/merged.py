@@ -7,9 +7,10 @@ and blocks of queries, so that the results of a block's tiles are added up while
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,11 @@ from rope_patch.attention.pieces import Piece
 from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
 from rope_patch.attention.rotation import EVERY, Rotation
 from rope_patch.attention.spans import Span
+from rope_patch.attention.sums import Gradient, Run, Sum
 from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work
-from rope_patch.schemes.slots import ALL_PAIRS, Region
+from rope_patch.schemes.slots import ALL_PAIRS, Bounds, Region
 
 
 def attend(problem: Problem) -> Output:
@@ -35,8 +37,10 @@ def attend(problem: Problem) -> Output:
     The caller ensures that there is no softcap, sink or dropout. Queries outside every span (pads) get zeros.
     """
     spans, call = problem.spans or (), problem.rotated.as_causal
-    states = [state for branch in call.branches for state in (branch.query, branch.key)]
     bias = tile_bias(call)
+    if not torch.is_grad_enabled():  # the engine of gradients takes longer than a small kernel
+        return forward(call, spans, bias)[0], None
+    states = [state for branch in call.branches for state in (branch.query, branch.key)]
     return _Merged.apply(call, spans, bias, None if bias is None else bias.source, call.value, *states), None
 
 
@@ -89,9 +93,10 @@ class _Merged(torch.autograd.Function):
         *states: torch.Tensor,
     ) -> torch.Tensor:
         out, lse = forward(call, spans, bias)
+        if not any(ctx.needs_input_grad):
+            return out
         kept, ctx.numbers = _distinct(states)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(value, out, lse, *kept)
+        ctx.save_for_backward(value, out, lse, *kept)
         nothing = value.new_empty(0)  # states are saved once, where hooks see them
         ctx.call = call.replaced(branches=(), value=nothing, bias=None, running_bias=None)
         ctx.branches = tuple((branch.region, branch.first, branch.turn) for branch in call.branches)
@@ -147,14 +152,15 @@ def backward(
     If branches have the same keys or queries, all of their gradient is returned for the first of them, and None for the
     others. That of the bias is added to `of_bias`, if given, in the shape of its `source`.
     """
-    value, places = call.value, tuple((branch.region, branch.first, branch.turn) for branch in call.branches)
+    value = call.value
     kept, numbers = _distinct([state for branch in call.branches for state in (branch.query, branch.key)])
-    of_value, *of_states = (torch.zeros_like(state) for state in (value, *kept))
-    shares = _as_branches(places, [of_states[number] for number in numbers])
+    of_value, *of_states = (Gradient(state) for state in (value, *kept))
+    of_queries, of_keys = ([of_states[number] for number in numbers[side::2]] for side in (0, 1))
+    from_first = [(gradient, branch.first) for gradient, branch in zip(of_keys, call.branches, strict=True)]
     for together, blocks in _by_heads(call, spans, bias, value.shape[2]):
-        to_keys = _to_keys(together, [block for _, block in blocks], of_value, shares)
+        to_keys = _to_keys(together, [block for _, block in blocks], of_value, from_first)
         for group, block in blocks:
-            to_queries = _to_queries(group, block, shares)
+            to_queries = _to_queries(group, block, of_queries)
             for piece, by in block.parts:
                 place = block.rows, group.heads, piece.queries
                 work = block.work(piece, group, call.branches, value, call.scaling)
@@ -168,7 +174,8 @@ def backward(
                 to_keys[-1].add(block.rows, piece.keys, of_values)
             _close(to_queries)
         _close(to_keys)
-    return [of_value, *(of_states[n] if own else None for n, own in zip(numbers, _are_first(numbers), strict=True))]
+    firsts = zip(numbers, _are_first(numbers), strict=True)
+    return [of_value.all(), *(of_states[number].all() if own else None for number, own in firsts)]
 
 
 def _by_definition(
@@ -200,7 +207,7 @@ class Block:
 
     rows: slice
     queries: slice
-    parts: list[tuple[Piece, Biased]]
+    parts: tuple[tuple[Piece, Biased], ...]
 
     @property
     def pieces(self) -> list[Piece]:
@@ -244,59 +251,34 @@ def _attend(
     return out, lse
 
 
-class _Sum:
-    """The contributions of tiles to one gradient, `into` `(batch, heads, length, dim)`, zeros, whose first token is in
-    slot `first`. If the tiles, by their rows and slots in `runs`, do not overlap, they are written directly; otherwise
-    they are accumulated in float32, because half precision would lose small shares.
-    """
-
-    def __init__(self, into: torch.Tensor, runs: list[tuple[slice, slice]], first: int = 0) -> None:
-        in_order = itertools.pairwise(sorted((rows.start, run.start, run.stop) for rows, run in runs))
-        self._disjoint = all(a[0] != b[0] or a[2] <= b[1] for a, b in in_order)
-        exact = self._disjoint or upcast(into[:0]).dtype == into.dtype
-        self._into, self._first = into, first
-        self._sum = into if exact else torch.zeros_like(into, dtype=torch.float32)
-
-    def add(self, rows: slice, slots: slice, share: torch.Tensor) -> None:
-        """The contribution of one tile."""
-        here = self._sum[rows, :, slots.start - self._first : slots.stop - self._first]
-        if self._disjoint:
-            here.copy_(share)
-        else:
-            here.add_(share)
-
-    def close(self) -> None:
-        """Write the sum into the gradient."""
-        if self._sum is not self._into:
-            self._into.copy_(self._sum)
-
-
-def _to_queries(group: HeadGroup, block: Block, shares: list[Branch]) -> list[_Sum]:
+def _to_queries(group: HeadGroup, block: Block, gradients: list[Gradient]) -> list[Sum]:
     """The gradients of the queries of a block, one for each branch."""
-    runs = [(piece.region, (slice(0, 1), piece.queries)) for piece in block.pieces]
+    runs = [(piece.region, (EVERY, piece.queries)) for piece in block.pieces]
     place, first = (block.rows, group.heads, block.queries), block.queries.start
-    return _sums([(share.query, first) for share in shares], place, runs)
+    return _sums([(gradient, first) for gradient in gradients], place, runs)
 
 
-def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shares: list[Branch]) -> list[_Sum]:
-    """The gradients of the keys of some heads, one for each branch, followed by that of the values."""
+def _to_keys(
+    group: HeadGroup, blocks: list[Block], of_value: Gradient, gradients: list[tuple[Gradient, int]]
+) -> list[Sum]:
+    """The gradients of the keys of some heads, one for each branch with its first slot, followed by that of the
+    values.
+    """
     runs = [(piece.region, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
-    of_branches = _sums([(share.key, share.first) for share in shares], (EVERY, group.kv_heads), runs)
-    return [*of_branches, _Sum(of_value[:, group.kv_heads], [run for _, run in runs])]
+    place = EVERY, group.kv_heads
+    return [*_sums(gradients, place, runs), Sum(of_value, place, [run for _, run in runs])]
 
 
-def _sums(
-    into: list[tuple[torch.Tensor, int]], place: tuple[slice, ...], runs: list[tuple[int, tuple[slice, slice]]]
-) -> list[_Sum]:
-    """One `_Sum` per branch, shared by branches with the same tensor; the `runs` of tiles name their branch."""
-    alike = [next(n for n, (other, _) in enumerate(into) if other is state) for state, _ in into]
-    sums = {
-        n: _Sum(into[n][0][place], [run for branch, run in runs if alike[branch] == n], into[n][1]) for n in set(alike)
-    }
-    return [sums[n] for n in alike]
+def _sums(into: list[tuple[Gradient, int]], place: tuple[slice, ...], runs: list[tuple[int, Run]]) -> list[Sum]:
+    """One `Sum` per branch, shared by branches with the same tensor; the `runs` of tiles name their branch."""
+    together: dict[Gradient, list[Run]] = {gradient: [] for gradient, _ in into}
+    for branch, run in runs:
+        together[into[branch][0]].append(run)
+    sums = {gradient: Sum(gradient, place, together[gradient], first) for gradient, first in into}
+    return [sums[gradient] for gradient, _ in into]
 
 
-def _close(sums: list[_Sum]) -> None:
+def _close(sums: list[Sum]) -> None:
     """Write each sum into its gradient, and free it before the next heads allocate theirs."""
     while sums:
         one = sums.pop()
@@ -316,25 +298,32 @@ def _are_first(numbers: list[int]) -> list[bool]:
     return [number not in numbers[:place] for place, number in enumerate(numbers)]
 
 
-def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None) -> list[Block]:
+def blocks_of(
+    spans: Iterable[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None
+) -> tuple[Block, ...]:
     """All tiles of a call, grouped by shared queries."""
-    return [
-        block
-        for (rows, _), together in itertools.groupby(spans, key=lambda span: (span.rows, span.queries))
-        for block in _by_queries(
-            rows,
-            [
-                part
-                for span in together
-                for part in _pieces(span, branches, Biased(kernel, span, None if bias is None else bias.within(span)))
-            ],
-        )
-    ]
+    regions = tuple((branch.region or ALL_PAIRS).bounds for branch in branches)
+    if bias is None:
+        return _blocks_without_bias(tuple(spans), regions, kernel)  # type: ignore[arg-type]  # kernels have a hash
+    return tuple(_blocks([Biased(kernel, span, bias.within(span)) for span in spans], regions))
 
 
-def _pieces(span: Span, branches: Sequence[Branch], kernel: Biased) -> Iterator[tuple[Piece, Biased]]:
-    for number, branch in enumerate(branches):
-        for tile in kernel.tiles(branch.region or ALL_PAIRS):
+@functools.lru_cache(maxsize=64)
+def _blocks_without_bias(spans: tuple[Span, ...], regions: tuple[Bounds, ...], kernel: Kernel) -> tuple[Block, ...]:
+    """The same for every layer, in backward as in forward, and for every text of one length: found once."""
+    return tuple(_blocks([Biased(kernel, span, None) for span in spans], regions))
+
+
+def _blocks(kernels: Sequence[Biased], regions: Sequence[Bounds]) -> Iterator[Block]:
+    """Group the tiles of each span's kernel by shared queries."""
+    for (rows, _), together in itertools.groupby(kernels, key=lambda by: (by.span.rows, by.span.queries)):
+        yield from _by_queries(rows, [part for by in together for part in _pieces(by, regions)])
+
+
+def _pieces(kernel: Biased, regions: Sequence[Bounds]) -> Iterator[tuple[Piece, Biased]]:
+    span = kernel.span
+    for number, bounds in enumerate(regions):
+        for tile in kernel.tiles(Region.between(bounds)):
             queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
             keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
             yield Piece(span.rows, number, queries, keys, tile), kernel
@@ -356,7 +345,7 @@ def _by_queries(rows: slice, parts: list[tuple[Piece, Biased]]) -> Iterator[Bloc
 def _block(rows: slice, parts: list[tuple[Piece, Biased]]) -> Block:
     start, stop = min(piece.queries.start for piece, _ in parts), max(piece.queries.stop for piece, _ in parts)
     in_order = sorted(parts, key=lambda part: part[0].tile.q0 - part[0].tile.q1)
-    return Block(rows, slice(start, stop), in_order)
+    return Block(rows, slice(start, stop), tuple(in_order))
 
 
 def _by_heads(
