@@ -436,7 +436,7 @@ def _added(
     """The term added to scaled products of `heads` query heads, in the shape of `Term.added`: biases, and the lowest
     number for keys that a query does not see in this region.
     """
-    if problem.q_length == 1 and problem.mask is None and not problem.biased:
+    if problem.q_length == 1 and not one_call.adds(problem):
         return None
     running, value = problem.running_bias_of_pairs, problem.value
     dtype = torch.promote_types(value.dtype, torch.float32)

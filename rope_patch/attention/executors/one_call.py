@@ -42,7 +42,7 @@ class OneCall:
 
     Attributes:
         pieces: how many.
-        slots: of all pieces, an unbroken run.
+        slots: of all pieces, an unbroken run; of those but the first if that is `apart`.
         scaling: multiplies the products.
         rotate: writes the queries `(batch, heads, 1, head_dim)` into `query`; None if they stay as they are.
         query: `(batch * kv_heads, group, 1, width)`; None without `rotate`.
@@ -50,6 +50,8 @@ class OneCall:
         keys, values: `(batch * kv_heads, slots, 1, width)`; None where those of the cache are read.
         values_in: the part of `values` that has the values of the cache, `(batch, kv_heads, slots, head_dim)`.
         blind: marks queries that see no key, as in `joined.SlotRows`.
+        apart: slots that a call of their own scores, because their keys are too many to be copied.
+        share: memory for the share of that call in the output, `(batch * kv_heads, 1, group)`; None without one.
     """
 
     pieces: int
@@ -62,6 +64,8 @@ class OneCall:
     values: torch.Tensor | None
     values_in: torch.Tensor | None
     blind: torch.Tensor | None = None
+    apart: slice | None = None
+    share: torch.Tensor | None = None
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The output for the states of one layer, `(batch, heads, 1, value_dim)`."""
@@ -78,7 +82,12 @@ class OneCall:
             v = _as_rows(narrowed(value, self.slots))
         else:
             self.values_in.copy_(narrowed(value, self.slots))
-        out = flash(q, k, v, self.scaling)[0]
+        out, lse = flash(q, k, v, self.scaling)
+        if self.apart is not None and self.share is not None:
+            other = _as_rows(narrowed(key, self.apart)), _as_rows(narrowed(value, self.apart))
+            part, part_lse = flash(q, *other, self.scaling)
+            torch.sigmoid(part_lse - lse, out=self.share)
+            out.lerp_(part, self.share.view(*out.shape[:2], 1, 1))
         if out.shape[-1] > value.shape[-1]:
             out = out[..., : value.shape[-1]]
         if self.blind is not None:
@@ -110,19 +119,32 @@ def _is_on_gpu(states: torch.Tensor) -> bool:
     return states.is_cuda
 
 
+def adds(problem: Problem) -> bool:
+    """Whether something is added to the scores of one query: a bias, or what hides keys from it."""
+    return problem.biased or problem.mask is not None or problem.groups is not None
+
+
 def covers(problem: Problem, pieces: Sequence[Piece]) -> bool:
     """Whether the `pieces` of all rows of a call that `suits` follow one another without a gap, and there is not too
     much to copy.
     """
     if not pieces or any(one.keys.stop != other.keys.start for one, other in itertools.pairwise(pieces)):
         return False
-    (batch, kv_heads, _, width), group = problem.value.shape, _group(problem)
-    added = problem.biased or problem.mask is not None
-    turner, reference = cast(Turner, problem.turner), _reference(pieces)
-    copies = added or any(not meets(turner, reference, piece.region) for piece in pieces)
-    slots = sum(piece.width for piece in pieces)
-    wide = 2 * _wide(width, group) if added else width
-    return not copies or batch * kv_heads * slots * wide * problem.value.element_size() <= MOST
+    if _bytes(problem, pieces) <= MOST:
+        return True
+    turner, first = cast(Turner, problem.turner), pieces[0].region
+    apart = not adds(problem) and first == _reference(pieces) and meets(turner, first, first)
+    return apart and _bytes(problem, pieces[1:]) <= MOST
+
+
+def _bytes(problem: Problem, pieces: Sequence[Piece]) -> int:
+    """Bytes of keys and values that are copied for one call of these pieces."""
+    (batch, kv_heads, _, width), turner = problem.value.shape, cast(Turner, problem.turner)
+    slots = batch * kv_heads * sum(piece.width for piece in pieces) * problem.value.element_size()
+    if adds(problem):
+        return 2 * slots * _wide(width, _group(problem))
+    reference = _reference(pieces)
+    return 0 if all(meets(turner, reference, piece.region) for piece in pieces) else slots * width
 
 
 def _group(problem: Problem) -> int:
@@ -151,11 +173,12 @@ def planned(
     term = _side_by_side(terms) if terms else None
     if objection(query.device, query.dtype, query.shape[-1], 0 if term is None else term.shape[1]):
         return None
-    places = tuple((each.region, each.keys.start, each.keys.stop) for each in pieces)
-    found = turned(turner, query, _reference(pieces), places)
-    runs = [each.keys for each in pieces]
+    apart = pieces[0].keys if _bytes(problem, pieces) > MOST else None
+    some = pieces if apart is None else pieces[1:]
+    places = tuple((each.region, each.keys.start, each.keys.stop) for each in some)
+    found, runs = turned(turner, query, _reference(pieces), places), [each.keys for each in some]
     scaling = problem.scaling * cast(float, factor_of(turner))
-    return _made(query, problem.value, runs, found, turner.layout, scaling, term, blind)
+    return _made(query, problem.value, runs, found, turner.layout, scaling, term, blind, apart)
 
 
 def _side_by_side(terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -173,9 +196,10 @@ def _made(
     scaling: float,
     term: torch.Tensor | None = None,
     blind: torch.Tensor | None = None,
+    apart: slice | None = None,
 ) -> OneCall:
     """The plan for states of these shapes, with memory for them. The `runs` of slots follow one another; `term` is
-    added to the scores of all of them.
+    added to the scores of all of them. The keys `apart` stay as they are.
     """
     (batch, heads, _, width), kv_heads = query.shape, value.shape[1]
     slots, group = slice(runs[0].start, runs[-1].stop), heads // kv_heads
@@ -195,7 +219,7 @@ def _made(
         _write(term / scaling, keys.flatten(0, 1)[..., width:])
         values = value.new_zeros(shape)
     return OneCall(
-        len(runs),
+        len(runs) + (apart is not None),
         slots,
         scaling,
         rotate,
@@ -205,6 +229,8 @@ def _made(
         values=None if values is None else _as_rows(values),
         values_in=None if values is None else values[..., :width],
         blind=blind,
+        apart=apart,
+        share=None if apart is None else query.new_empty(batch * kv_heads, 1, group),
     )
 
 
@@ -336,14 +362,19 @@ def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, terms: in
         term = -torch.rand(kv_heads, terms, length, generator=random).to(device) * 20
         term[:, :, 5] = torch.finfo(torch.float32).min
     own = blocks[None, None, 59:]
-    turned = Turned(matrices[0].to(dtype), (None, matrices[1].to(dtype), own.to(dtype)))
-    found = _made(query, value, runs, turned, layout, scaling, term).attend(query, key, value)
+    how = Turned(matrices[0].to(dtype), (None, matrices[1].to(dtype), own.to(dtype)))
+    made = functools.partial(_made, query, value, layout=layout, scaling=scaling)
     q, (*others, last) = query.float() @ matrices[0], (key[:, :, run].float() for run in runs)
     last = (last.unflatten(-1, (1, 2, -1)) * own).sum(dim=-2).flatten(-2)
     keys = torch.cat([others[0], others[1] @ matrices[1], last], dim=2)
     scores = q.view(1, kv_heads, group, head_dim) @ keys.mT * scaling
     weights = (scores if term is None else scores + term.expand(-1, group, -1)).softmax(dim=-1)
-    yield "output", found.flatten(), (weights @ value[:, :, 1:].float()).flatten()
+    expected = (weights @ value[:, :, 1:].float()).flatten()
+    yield "output", made(runs=runs, how=how, term=term).attend(query, key, value).flatten(), expected
+    if term is None:
+        rest = Turned(how.query, how.keys[1:])
+        found = made(runs=runs[1:], how=rest, apart=runs[0]).attend(query, key, value)
+        yield "output with keys apart", found.flatten(), expected
 
 
 def _matrix(blocks: torch.Tensor) -> torch.Tensor:
