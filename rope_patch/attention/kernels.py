@@ -36,12 +36,13 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
     return next((other for other in others if not objection(other, *case)), Dense())
 
 
-def has_flash(like: torch.Tensor) -> bool:
-    """Whether flash scores states of the dtype and the width of `like`, and equals the definition on its device."""
-    head_dim, implementation = like.shape[-1], current_flash_attention_impl()
+def has_flash(like: torch.Tensor, head_dim: int) -> bool:
+    """Whether flash scores states of the dtype of `like`, of any shape, and this width, and equals the definition on
+    their device.
+    """
     if like.device.type != "cuda" or like.dtype not in HALF or head_dim % 8 or head_dim > 256:
         return False
-    return not objection(FlashCUDA(implementation), like.device, like.dtype, head_dim)
+    return not objection(FlashCUDA(current_flash_attention_impl()), like.device, like.dtype, head_dim)
 
 
 @functools.cache

@@ -58,9 +58,9 @@ def _anchor(turner: Turner) -> PositionMap:
 
 
 def turned(turner: Turner, like: torch.Tensor, region: int, runs: tuple[tuple[int, int, int], ...]) -> Turned:
-    """The rotations by which the only query, of the dtype and width of `like` and rotated as in one `region`, meets the
-    keys of all regions. Each of the `runs` is a region, with the first slot and the one after the last; regions are
-    given by their places.
+    """The rotations by which the only query, of the dtype and width of `like` `(batch, heads, 1, head_dim)` and rotated
+    as in one `region`, meets the keys of all regions. Each of the `runs` is a region, with the first slot and the one
+    after the last; regions are given by their places.
     """
     if turner.layout is None:
         return Turned(None, (None,) * len(runs))

@@ -361,8 +361,8 @@ def _basis(
 
 
 def remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:
-    """Positions by which states must still be rotated, beyond the rotation of `anchor`; with d/2 as a last axis if the
-    map has pairs.
+    """Positions `(batch or 1, length)` by which states must still be rotated, beyond the rotation of `anchor`; with d/2
+    as a last axis if the map has pairs.
     """
     if anchor is None or anchor == UNROTATED:
         return position_map(positions)

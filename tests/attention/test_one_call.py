@@ -38,12 +38,12 @@ SPECS = [
     "alibi+window:window=20",
     "dca:chunk_size=32,local_window=8+alibi",
 ]
-BUDGETS = {  # kernels beyond those of plain attention, and operators with views; the second call of flash is one
-    "rerope": (4, 10),
-    "leaky_rerope": (4, 10),
-    "self_extend": (4, 10),
-    "dca": (4, 12),
-    "alibi": (4, 6),
+BUDGETS = {  # kernels beyond those of plain attention, and operators with views, of which torch 2.11 counts one more
+    "rerope": (4, 11),
+    "leaky_rerope": (4, 11),
+    "self_extend": (4, 11),
+    "dca": (4, 13),
+    "alibi": (4, 7),
     "logn": (1, 1),
 }
 
@@ -58,11 +58,12 @@ def made(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(one_call, "_is_on_gpu", lambda states: True)
-    monkeypatch.setattr(one_call, "has_flash", lambda like: True)
+    monkeypatch.setattr(one_call, "has_flash", lambda like, head_dim: True)
     monkeypatch.setattr(one_call, "_made", noted)
     yield found
     flash.remove()
-    trial.forget()
+    for each in (trial, kernels.objection):  # both may have tried the flash of these tests on a simulated device
+        each.forget()
 
 
 def apart(monkeypatch):
@@ -196,9 +197,12 @@ def test_a_device_on_which_it_differs_takes_other_kernels(made, monkeypatch):
 
 
 def test_flash_scores_only_widths_that_it_has():
-    like = torch.empty(1, 12, dtype=torch.bfloat16)
-    assert not kernels.has_flash(like)
-    assert not kernels.has_flash(like.to("meta")[:, :8])
+    like = Simulated(torch.empty(1, dtype=torch.bfloat16))
+    assert not kernels.has_flash(like, 12)
+    assert not kernels.has_flash(like, 264)
+    assert not kernels.has_flash(torch.empty(1, dtype=torch.bfloat16), 16)
+    with SimulatedDevice():
+        assert kernels.has_flash(like, 16)
 
 
 def test_a_gap_between_slots_is_left_to_other_plans(made):

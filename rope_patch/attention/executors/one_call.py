@@ -171,7 +171,8 @@ def planned(
     if terms and len(terms) < len(pieces):
         return None
     term = _side_by_side(terms) if terms else None
-    if objection(query.device, query.dtype, query.shape[-1], 0 if term is None else term.shape[1]):
+    width, columns = query.shape[-1], 0 if term is None else term.shape[1]
+    if not has_flash(query, _wide(width, columns)) or objection(query.device, query.dtype, width, columns):
         return None
     apart = pieces[0].keys if _bytes(problem, pieces) > MOST else None
     some = pieces if apart is None else pieces[1:]
@@ -204,7 +205,7 @@ def _made(
     (batch, heads, _, width), kv_heads = query.shape, value.shape[1]
     slots, group = slice(runs[0].start, runs[-1].stop), heads // kv_heads
     rotate = into = keys = values = None
-    wide = width if term is None else _wide(width, term.shape[1])
+    wide = _wide(width, 0 if term is None else term.shape[1])
     shape = batch, kv_heads, slots.stop - slots.start, wide
     if how.query is not None or term is not None:
         into = query.new_empty(batch * kv_heads, group, 1, wide)
@@ -347,8 +348,6 @@ def _write(term: torch.Tensor, into: torch.Tensor) -> None:
 
 def _compared(device: torch.device, dtype: torch.dtype, head_dim: int, terms: int) -> Comparisons:
     """Compare a call of all kinds of pieces with its definition."""
-    if not has_flash(torch.empty(0, _wide(head_dim, terms) if terms else head_dim, dtype=dtype, device=device)):
-        raise NotImplementedError("flash does not score states of this width")
     random, (group, kv_heads, length, scaling) = torch.Generator().manual_seed(0), (max(2, terms), 2, 96, 0.3)
     query = torch.randn(1, group * kv_heads, 1, head_dim, generator=random).to(device, dtype)
     key, value = torch.randn(2, 1, kv_heads, length + 1, head_dim, generator=random).to(device, dtype)
