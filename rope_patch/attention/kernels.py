@@ -36,6 +36,15 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
     return next((other for other in others if not objection(other, *case)), Dense())
 
 
+def has_flash(like: torch.Tensor, head_dim: int) -> bool:
+    """Whether flash scores states of the dtype of `like`, of any shape, and this width, and equals the definition on
+    their device.
+    """
+    if like.device.type != "cuda" or like.dtype not in HALF or head_dim % 8 or head_dim > 256:
+        return False
+    return not objection(FlashCUDA(current_flash_attention_impl()), like.device, like.dtype, head_dim)
+
+
 @functools.cache
 def _of_cudnn() -> tuple[type[CuDNN], ...]:
     """The cuDNN kernels that may be tried, the fastest first; without the extra `gpu`, only the one inside torch."""

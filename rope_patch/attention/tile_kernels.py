@@ -287,11 +287,7 @@ class FlashCUDA(Kernel):
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (work.q, work.k, work.v))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, work.tile.kind == "causal", False),
-            scale=work.scale,
-            **_window(work.tile),
-        )
+        out, lse = flash(q, k, v, work.scale, work.tile.kind == "causal", **_window(work.tile))
         return out.transpose(1, 2), lse
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
@@ -305,6 +301,18 @@ class FlashCUDA(Kernel):
         )
         grad_q, grad_k, grad_v = (gradient.transpose(1, 2) for gradient in gradients)
         return grad_q, grad_k, grad_v
+
+
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool = False, **window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `(batch, q_len, heads, value_dim)` and log-sum-exp `(batch, heads, q_len)`, of states in the layout of
+    flash, `(batch, length, heads or kv_heads, dim)`.
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False), scale=scale, **window
+    )
+    return out, lse
 
 
 def _window(tile: Tile) -> dict[str, int]:

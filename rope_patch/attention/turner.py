@@ -280,7 +280,7 @@ def _tables(
     if slots is not None and frequencies.inv_freq.ndim == 4:  # each token has its own frequencies
         own = frequencies.inv_freq[:, :, slice(*slots) if isinstance(slots, tuple) else slots]
         frequencies = dataclasses.replace(frequencies, inv_freq=own)
-    moved = _remaining(positions, position_map, anchor)
+    moved = remaining(positions, position_map, anchor)
     cos, sin = _computed(moved, frequencies, dtype, pairs_of(position_map) is not None, rows)
     return cos if layout is None else layout.wide(cos, width), sin
 
@@ -295,7 +295,7 @@ def _full_tables(
     width: int,
 ) -> Tables:
     """Compute cos and sin with an entry for every dimension."""
-    moved = _remaining(positions, position_map, anchor)
+    moved = remaining(positions, position_map, anchor)
     cos, sin = _computed(moved, frequencies, dtype, pairs_of(position_map) is not None)
     return layout.wide(cos, width), layout.signed(sin, width)
 
@@ -314,16 +314,29 @@ def _matrices(
     `(head_dim, columns)`, with a batch axis if rows differ. Each of the `maps` comes with a flag, true if the partners
     of its dimensions follow, for keys that are `_beside`.
     """
-    moved = [_remaining(positions, position_map, anchor) for position_map, both in maps for _ in range(1 + both)]
+    moved = [remaining(positions, position_map, anchor) for position_map, both in maps for _ in range(1 + both)]
     by_pair = any(x.ndim == 3 for x in moved)
     if by_pair:
         pairs = len(layout.first)
         moved = [x if x.ndim == 3 else x[..., None].expand(*x.shape, pairs) for x in moved]
-    tables = _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair)
-    cos, sin = (layout.wide(table, width).transpose(1, 2) for table in tables)  # an axis of rotations before the last
-    eye, exchange = _basis(layout, width, dtype, positions.device, scaling, tuple(both for _, both in maps))
-    matrix = (eye * cos).addcmul_(exchange, sin).flatten(2)
+    cos, sin = (table.transpose(1, 2) for table in _computed(torch.stack(moved, dim=1), frequencies, dtype, by_pair))
+    matrix = rotations(cos, sin, layout, width, tuple(both for _, both in maps), scaling).flatten(2)
     return matrix if len(matrix) > 1 else matrix[0]
+
+
+def rotations(
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    width: int,
+    beside: tuple[bool, ...],
+    scaling: float = 1.0,
+) -> torch.Tensor:
+    """The matrices of rotations by tables `(batch or 1, 1, rotations, d/2)`, times `scaling`, `(batch or 1, head_dim,
+    rotations, head_dim)`; `beside` as for `_basis`.
+    """
+    eye, exchange = _basis(layout, width, cos.dtype, cos.device, scaling, beside)
+    return (eye * layout.wide(cos, width)).addcmul_(exchange, layout.wide(sin, width))
 
 
 @functools.lru_cache(maxsize=16)
@@ -347,9 +360,9 @@ def _basis(
     return eye, exchange
 
 
-def _remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:
-    """Positions by which states must still be rotated, beyond the rotation of `anchor`; with d/2 as a last axis if the
-    map has pairs.
+def remaining(positions: torch.Tensor, position_map: PositionMap, anchor: PositionMap | None) -> torch.Tensor:
+    """Positions `(batch or 1, length)` by which states must still be rotated, beyond the rotation of `anchor`; with d/2
+    as a last axis if the map has pairs.
     """
     if anchor is None or anchor == UNROTATED:
         return position_map(positions)

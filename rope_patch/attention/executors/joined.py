@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.executors import traced
+from rope_patch.attention.executors import one_call, traced
+from rope_patch.attention.executors.one_call import OneCall
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
@@ -89,7 +90,7 @@ def pieces(problem: Problem) -> int:
     """The number of pieces that a call is scored in."""
     if problem.plan is None:
         return len(cast(Turner, problem.turner).regions)
-    return sum(len(some.terms) for some in problem.plan.by_rows)
+    return cast(int, problem.plan.pieces)
 
 
 EXECUTOR = Executor("joined", "pieces side by side, one softmax", supports, attend, pieces)
@@ -156,6 +157,11 @@ class SlotPlan:
     by_rows: tuple[SlotRows, ...]
     scaling: float
     _rooms: dict[int, Room] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces of all rows."""
+        return sum(len(some.terms) for some in self.by_rows)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The output for the states of one layer, `(batch, heads, q_len, value_dim)`."""
@@ -284,13 +290,16 @@ def _by_kernel(
 # --- how it is made ---
 
 
-def _plan(problem: Problem) -> SlotPlan:
+def _plan(problem: Problem) -> SlotPlan | OneCall:
     """Plan how a few queries are scored. The plan keeps no states.
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
     turner, query = cast(Turner, problem.turner), cast(torch.Tensor, problem.query)
-    by_rows = tuple(_slot_rows(problem, turner, *alike) for alike in _rows_alike(problem, turner))
+    alike = tuple(_rows_alike(problem, turner))
+    if len(alike) == 1 and one_call.suits(problem) and (at_once := _at_once(problem, turner, alike[0][1])) is not None:
+        return at_once
+    by_rows = tuple(_slot_rows(problem, turner, *some) for some in alike)
     value, scaling = problem.value, problem.scaling
     if not _holds_scores(value):  # products in half precision cannot hold scores, so queries are not scaled either
         return SlotPlan(turner.for_queries(query, value.shape[1])[0], by_rows, scaling)
@@ -298,11 +307,30 @@ def _plan(problem: Problem) -> SlotPlan:
     return SlotPlan(rotate, by_rows, left)
 
 
+def _at_once(problem: Problem, turner: Turner, position: int) -> OneCall | None:
+    """The plan for one query, at the same `position` in all rows, by one call of the kernel; None if it has none."""
+    query, forward = cast(torch.Tensor, problem.query), turner.forward
+    places = EVERY, 1, int(problem.query_start), position
+    pieces = tuple(few_queries(turner.regions, *places, lambda number: math.inf))
+    if not one_call.covers(problem, pieces):
+        return None
+    added = tuple(
+        _added(problem, forward, turner.regions[piece.region], query.shape[1], _place(piece), position)
+        for piece in pieces
+    )
+    return one_call.planned(problem, pieces, added, _blind_queries(problem, forward, added))
+
+
 def _slot_rows(problem: Problem, turner: Turner, rows: slice, position: int) -> SlotRows:
-    terms, bias = tuple(_terms(problem, turner, rows, position)), problem.bias
-    if bias is None or bias.linear:
-        return SlotRows(rows, terms)
-    return SlotRows(rows, terms, turner.forward.shared(_blind)(*(cast(torch.Tensor, term.added) for term in terms)))
+    terms = tuple(_terms(problem, turner, rows, position))
+    return SlotRows(rows, terms, _blind_queries(problem, turner.forward, tuple(term.added for term in terms)))
+
+
+def _blind_queries(problem: Problem, forward: Forward, added: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    """`SlotRows.blind`, from the terms added to the scores of all pieces."""
+    if problem.bias is None or problem.bias.linear:
+        return None
+    return forward.shared(_blind)(*cast("tuple[torch.Tensor, ...]", added))
 
 
 def _blind(*added: torch.Tensor) -> torch.Tensor:
@@ -354,7 +382,7 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
         slots = slice(of_region[0].keys.start, of_region[-1].keys.stop)
         turn = turner.for_keys(region, key, slots, rows, beside)
         for piece in of_region:
-            place = piece.keys.start, piece.keys.stop, rows.start, rows.stop
+            place = _place(piece)
             decayed = None
             if decay is not None:
                 positions = problem.query_positions, problem.key_positions
@@ -398,13 +426,17 @@ Place = tuple[int, int, Any, Any]
 """Start and stop of a run of slots, then start and stop of rows of the batch."""
 
 
+def _place(piece: Piece) -> Place:
+    return piece.keys.start, piece.keys.stop, piece.rows.start, piece.rows.stop
+
+
 def _added(
     problem: Problem, forward: Forward, region: Region, heads: int, place: Place, position: int
 ) -> torch.Tensor | None:
     """The term added to scaled products of `heads` query heads, in the shape of `Term.added`: biases, and the lowest
     number for keys that a query does not see in this region.
     """
-    if problem.q_length == 1 and problem.mask is None and not problem.biased:
+    if problem.q_length == 1 and not one_call.adds(problem):
         return None
     running, value = problem.running_bias_of_pairs, problem.value
     dtype = torch.promote_types(value.dtype, torch.float32)

@@ -97,7 +97,7 @@ class RotaryLayout:
 
     def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
         """Expand cos from pairs, `(..., d/2)`, to dimensions, `(..., head_dim)`, with 1 where nothing rotates."""
-        if self._fills(head_dim):  # in one operator
+        if self.fills(head_dim):  # in one operator
             return torch.cat([cos, cos], dim=-1)
         cosines = cos.new_ones(*cos.shape[:-1], head_dim)
         for half in self.halves:
@@ -108,14 +108,14 @@ class RotaryLayout:
         """Expand sin from pairs, `(..., d/2)`, to dimensions, `(..., head_dim)`, with signs such that R x = x cos +
         x[`partners`] sin.
         """
-        if self._fills(head_dim):  # in one operator
+        if self.fills(head_dim):  # in one operator
             return torch.cat([-sin, sin], dim=-1)
         sines = sin.new_zeros(*sin.shape[:-1], head_dim)
         first, second = self.halves
         sines[..., first], sines[..., second] = -sin, sin
         return sines
 
-    def _fills(self, head_dim: int) -> bool:
+    def fills(self, head_dim: int) -> bool:
         """Whether every dimension of a head rotates, each with its partner in the other half."""
         return self.in_halves and head_dim == 2 * len(self.first)
 
