@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
+from rope_patch.attention.chunk_runs import in_one, in_place, keys_of, queries_of
 from rope_patch.attention.executors import chunked
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
-from rope_patch.attention.pieces import Piece
+from rope_patch.attention.pieces import Piece, Tile
 from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
 from rope_patch.attention.rotation import EVERY, Rotation
 from rope_patch.attention.spans import Span
@@ -158,14 +159,14 @@ def backward(
             for piece, by in block.parts:
                 place = block.rows, group.heads, piece.queries
                 work = block.work(piece, group, call.branches, value, call.scaling)
-                in_tile = Merged(merged.out[place], merged.lse[place], merged.grad[place])
-                kernel = by.for_heads(group.heads)
+                known = (queries_of(x[place], piece.tile) for x in (merged.out, merged.lse, merged.grad))
+                in_tile, kernel = Merged(*known), by.for_heads(group.heads)
                 of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
                 if (turn := call.branches[piece.region].turn) is not None:
                     of_query = turn.part(block.rows, piece.queries).back()(upcast(of_query))
-                to_queries[piece.region].add(EVERY, piece.queries, of_query)
-                to_keys[piece.region].add(block.rows, piece.keys, of_key)
-                to_keys[-1].add(block.rows, piece.keys, of_values)
+                to_queries[piece.region].add(EVERY, piece.queries, of_query, piece.tile)
+                to_keys[piece.region].add(block.rows, piece.keys, of_key, piece.tile)
+                to_keys[-1].add(block.rows, piece.keys, of_values, piece.tile)
             _close(to_queries)
         _close(to_keys)
     return [of_value, *(of_states[n] if own else None for n, own in zip(numbers, _are_first(numbers), strict=True))]
@@ -215,12 +216,14 @@ class Block:
     def work(
         self, piece: Piece, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
     ) -> Work:
-        """The work of a tile for some heads; `value` is `(batch, kv_heads, kv_len, value_dim)`."""
-        branch = branches[piece.region]
+        """The work of a tile for some heads, a run as the batch of one; `value` is `(batch, kv_heads, kv_len,
+        value_dim)`.
+        """
+        branch, tile = branches[piece.region], piece.tile
         in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
-        query = branch.queries(self.rows, group.heads, piece.queries)
-        key = branch.key[self.rows, group.kv_heads, in_branch]
-        return Work(query, key, value[self.rows, group.kv_heads, piece.keys], piece.tile, scale)
+        query = queries_of(branch.queries(self.rows, group.heads, piece.queries), tile)
+        key = keys_of(branch.key[self.rows, group.kv_heads, in_branch], tile)
+        return Work(query, key, keys_of(value[self.rows, group.kv_heads, piece.keys], tile), tile, scale)
 
 
 def _attend(
@@ -228,19 +231,37 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `(rows, heads, queries, value_dim)` and log-sum-exp `(rows, heads, queries)` of the queries of a block."""
     (first, kernel), *others = block.parts
+    start, rows = block.queries.start, len(range(len(value))[block.rows])
     out, lse = kernel.for_heads(group.heads).forward(block.work(first, group, branches, value, scale))
-    if not others:
-        return out, lse
-    start = block.queries.start
-    before, after = first.queries.start - start, block.queries.stop - first.queries.stop
-    out = summed(out)
-    if before or after:
-        out = torch.nn.functional.pad(out, (0, 0, before, after))
-        lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
+    out, lse = _placed(out, lse, first, block, rows, sums=bool(others))
     for piece, kernel in others:
         part, part_lse = kernel.for_heads(group.heads).forward(block.work(piece, group, branches, value, scale))
         queries = slice(piece.queries.start - start, piece.queries.stop - start)
-        merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+        part, into = in_place(part, out[:, :, queries], piece.tile)
+        part_lse, into_lse = in_place(part_lse, lse[:, :, queries], piece.tile)
+        if into.ndim == 4:
+            merge(into, into_lse, part, part_lse)
+            continue
+        for row in range(rows):
+            merge(into[row], into_lse[row], part[row], part_lse[row])
+    return out, lse
+
+
+def _placed(
+    out: torch.Tensor, lse: torch.Tensor, piece: Piece, block: Block, rows: int, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of the first piece at its place in that of its block; with `sums` as an accumulator for others."""
+    length = piece.queries.stop - piece.queries.start
+    before, after = piece.queries.start - block.queries.start, block.queries.stop - piece.queries.stop
+    out, lse = (
+        x if piece.tile.count == 1 else in_one(x, piece.tile, rows, length, hidden)
+        for x, hidden in ((out, 0.0), (lse, -torch.inf))
+    )
+    if sums:
+        out = summed(out)
+    if before or after:
+        out = torch.nn.functional.pad(out, (0, 0, before, after))
+        lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
     return out, lse
 
 
@@ -257,9 +278,9 @@ class _Sum:
         self._into, self._first = into, first
         self._sum = into if exact else torch.zeros_like(into, dtype=torch.float32)
 
-    def add(self, rows: slice, slots: slice, share: torch.Tensor) -> None:
-        """The contribution of one tile."""
-        here = self._sum[rows, :, slots.start - self._first : slots.stop - self._first]
+    def add(self, rows: slice, slots: slice, share: torch.Tensor, tile: Tile) -> None:
+        """The contribution of one tile, or of a run of them."""
+        share, here = in_place(share, self._sum[rows, :, slots.start - self._first : slots.stop - self._first], tile)
         if self._disjoint:
             here.copy_(share)
         else:
@@ -316,8 +337,12 @@ def _are_first(numbers: list[int]) -> list[bool]:
     return [number not in numbers[:place] for place, number in enumerate(numbers)]
 
 
-def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None) -> list[Block]:
-    """All tiles of a call, grouped by shared queries."""
+def blocks_of(
+    spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None, forward: bool = True
+) -> list[Block]:
+    """All tiles of a call, grouped by shared queries. Stairs are one of them in a `forward` alone: keys that the steps
+    share would get one gradient for each.
+    """
     return [
         block
         for (rows, _), together in itertools.groupby(spans, key=lambda span: (span.rows, span.queries))
@@ -326,18 +351,32 @@ def blocks_of(spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel,
             [
                 part
                 for span in together
-                for part in _pieces(span, branches, Biased(kernel, span, None if bias is None else bias.within(span)))
+                for part in _pieces(
+                    span, branches, Biased(kernel, span, None if bias is None else bias.within(span)), forward
+                )
             ],
         )
     ]
 
 
-def _pieces(span: Span, branches: Sequence[Branch], kernel: Biased) -> Iterator[tuple[Piece, Biased]]:
+def _pieces(span: Span, branches: Sequence[Branch], kernel: Biased, forward: bool) -> Iterator[tuple[Piece, Biased]]:
     for number, branch in enumerate(branches):
-        for tile in kernel.tiles(branch.region or ALL_PAIRS):
-            queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
-            keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
+        climbs = _climbs(span, branch, kernel.kernel, forward)
+        for tile in kernel.tiles(branch.region or ALL_PAIRS, climbs):
+            queries = slice(span.queries.start + tile.queries.start, span.queries.start + tile.queries.stop)
+            keys = slice(span.keys.start + tile.keys.start, span.keys.start + tile.keys.stop)
             yield Piece(span.rows, number, queries, keys, tile), kernel
+
+
+def _climbs(span: Span, branch: Branch, kernel: Kernel, forward: bool) -> Callable[[Tile], bool] | None:
+    """Whether stairs of a region of a span are one call; None if the kernel takes no runs, or if queries are rotated in
+    blocks.
+    """
+    if branch.region is None or branch.region.chunk == 1 or branch.turn is not None:
+        return None
+    if not kernel.batches(branch.query):
+        return None
+    return lambda tile: forward and kernel.climbs(branch.query[span.rows], branch.key[span.rows], tile)
 
 
 def _by_queries(rows: slice, parts: list[tuple[Piece, Biased]]) -> Iterator[Block]:
@@ -355,7 +394,8 @@ def _by_queries(rows: slice, parts: list[tuple[Piece, Biased]]) -> Iterator[Bloc
 
 def _block(rows: slice, parts: list[tuple[Piece, Biased]]) -> Block:
     start, stop = min(piece.queries.start for piece, _ in parts), max(piece.queries.stop for piece, _ in parts)
-    in_order = sorted(parts, key=lambda part: part[0].tile.q0 - part[0].tile.q1)
+    # the result of a piece without gaps is what others are merged into
+    in_order = sorted(parts, key=lambda part: (part[0].tile.has_gaps, part[0].queries.start - part[0].queries.stop))
     return Block(rows, slice(start, stop), in_order)
 
 
@@ -363,13 +403,14 @@ def _by_heads(
     call: Problem, spans: tuple[Span, ...], bias: TileBias | None, length: int | None = None
 ) -> Iterator[tuple[HeadGroup, list[tuple[HeadGroup, Block]]]]:
     """Yield groups of heads with all tiles of the call. Each block has its own heads: one head if the bias ends the
-    reach of some head's queries, else the whole group. `length` is the length of the largest result of a tile, by
-    default the longest block's.
+    reach of some head's queries, else the whole group. `length` is the length of the largest result of a tile: of keys,
+    for gradients; by default, for a forward, the longest block's.
     """
     branches, query, value = call.branches, call.branches[0].query, call.value
     reaches = _reaches(call, bias)
     if reaches is None:
-        blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
+        kernel = kernel_for(query, value, bias is not None)
+        blocks = blocks_of(spans, branches, kernel, bias, forward=length is None)
         longest = max((block.q_length for block in blocks), default=0) if length is None else length
         for group in head_groups(query, value, longest):
             yield group, [(group, block) for block in blocks]
