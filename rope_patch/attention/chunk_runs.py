@@ -132,12 +132,16 @@ def as_batch(x: torch.Tensor, tile: Tile, size: int, short: int) -> torch.Tensor
 
 
 def queries_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The queries of a tile, or what belongs to them, as the batch that a kernel scores."""
+    """The queries of a tile, or what belongs to them, `(rows, heads, length, ...)`, as the batch that a kernel scores,
+    `(rows * count, heads, size, ...)`.
+    """
     return as_batch(x, tile, tile.q1 - tile.q0, tile.short)
 
 
 def keys_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The keys of a tile, or their values, as the batch that a kernel scores; those of stairs are shared by all."""
+    """The keys of a tile, or their values, `(rows, kv_heads, length, dim)`, as the batch that a kernel scores, `(rows *
+    count, kv_heads, size, dim)`; those of stairs are shared by all.
+    """
     if tile.kind == "stairs":
         return x
     return as_batch(x, tile, tile.k1 - tile.k0, tile.short if tile.kind == "causal" else 0)
@@ -156,8 +160,8 @@ def in_place(share: torch.Tensor, into: torch.Tensor, tile: Tile) -> tuple[torch
 
 
 def in_one(share: torch.Tensor, tile: Tile, rows: int, length: int, hidden: float) -> torch.Tensor:
-    """The result of a run for its queries as one tensor, `(rows, heads, length, ...)`, a view if it can be; `hidden` is
-    put where no tile has queries.
+    """The result of a run for its queries, `(rows * count, heads, size, ...)`, as one tensor, `(rows, heads, length,
+    ...)`, a view if it can be; `hidden` is put where no tile has queries.
     """
     share = share.unflatten(0, (rows, tile.count)).transpose(1, 2)
     if not tile.has_gaps:
