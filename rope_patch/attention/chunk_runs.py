@@ -8,7 +8,8 @@ join tiles to runs and give the views by which a kernel reads a run, and by whic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -24,10 +25,12 @@ WASTED = 6
 """The padding of a run is at most one in so many of its queries, because the kernel scores it too."""
 
 
-def in_runs(tiles: Iterable[Tile], climbs: Callable[[Tile], bool]) -> Iterator[Tile]:
-    """Join the tiles of a region by chunk, in the order of their queries, into runs. Stairs are one tile where `climbs`
-    allows it, and squares otherwise.
-    """
+Runs = Literal["none", "squares", "stairs"]
+"""Whether the tiles of a region by chunk are joined, and whether stairs are one of the runs or are cut into squares."""
+
+
+def in_runs(tiles: Iterable[Tile], stairs: bool) -> Iterator[Tile]:
+    """Join the tiles of a region by chunk, in the order of their queries, into runs, of which `stairs` may be one."""
     tiles = list(tiles)
     yield from (tile for tile in tiles if tile.kind == "band")
     for kind in ("causal", "full"):
@@ -37,10 +40,10 @@ def in_runs(tiles: Iterable[Tile], climbs: Callable[[Tile], bool]) -> Iterator[T
                 continue
             longer = None if run is None else _joined(run, tile)
             if run is not None and longer is None:
-                yield from _cut(run, climbs)
+                yield from _cut(run, stairs)
             run = longer or tile
         if run is not None:
-            yield from _cut(run, climbs)
+            yield from _cut(run, stairs)
 
 
 def _joined(run: Tile, tile: Tile) -> Tile | None:
@@ -70,8 +73,8 @@ def _is_worth_padding(run: Tile, missing: int) -> bool:
     return missing * WASTED <= queries and (run.kind == "causal" or queries <= COPIED)
 
 
-def _cut(run: Tile, climbs: Callable[[Tile], bool]) -> Iterator[Tile]:
-    if run.kind == "stairs" and not climbs(run):
+def _cut(run: Tile, stairs: bool) -> Iterator[Tile]:
+    if run.kind == "stairs" and not stairs:
         yield from in_squares(run)
     else:
         yield run

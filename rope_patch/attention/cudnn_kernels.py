@@ -113,15 +113,13 @@ class CuDNNWindows(CuDNN):
 
     narrowest: int = 0
 
-    def climbs(self, query: torch.Tensor, key: torch.Tensor, tile: Tile) -> bool:
-        """Whether stairs of one row are worth a plan, are cuDNN's, and were right when they were tried."""
-        rows, heads, _, dim = query.shape
-        size, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
-        seen = tile.count * keys + tile.step * (tile.count * (tile.count - 1) // 2)
-        if rows > 1 or dim > 128 or 4 * heads * dim * size * seen < self.least / 4:
+    def climbs(self, query: torch.Tensor, key: torch.Tensor, chunk: int) -> bool:
+        """Whether stairs are worth a plan, are cuDNN's, and were right when they were tried."""
+        _, heads, length, dim = query.shape
+        if dim > 128 or 2 * heads * dim * length * key.shape[2] < self.least / 4:
             return False
-        q, k = query[:, :, :size], key[:, :, :keys]
-        one = Work(q, k, k, Tile(0, size, 0, keys), 1.0)
+        q, k = query[:, :, :chunk], key[:, :, :chunk]
+        one = Work(q, k, k, Tile(0, q.shape[2], 0, k.shape[2]), 1.0)
         return self._scores(one) and not objection_to_stairs(query.device, query.dtype, dim)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:

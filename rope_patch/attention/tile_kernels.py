@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 
 from rope_patch.attention.bias import TileBias
-from rope_patch.attention.chunk_runs import in_one, in_runs, keys_of, queries_of
+from rope_patch.attention.chunk_runs import Runs, in_one, in_runs, keys_of, queries_of
 from rope_patch.attention.pieces import Tile, clipped, in_rows, tiles_of
 from rope_patch.attention.spans import Span
 from rope_patch.attention.terms import product, upcast
@@ -70,8 +70,8 @@ class Kernel(Protocol):
         """
         return False
 
-    def climbs(self, query: torch.Tensor, key: torch.Tensor, tile: Tile) -> bool:
-        """Whether stairs of a span, of these states `(rows, heads or kv_heads, length, head_dim)`, are one call."""
+    def climbs(self, query: torch.Tensor, key: torch.Tensor, chunk: int) -> bool:
+        """Whether stairs of a call with these states, `(1, heads or kv_heads, length, head_dim)`, are one call."""
         return False
 
     def band_rows(self, width: float) -> int:
@@ -102,12 +102,10 @@ class Biased:
         """Restrict the kernel to some of the heads."""
         return self if self.bias is None else Biased(self.kernel, self.span, self.bias.for_heads(heads), heads)
 
-    def tiles(self, region: Region, climbs: Callable[[Tile], bool] | None = None) -> Iterator[Tile]:
-        """The tiles of a region of the span, cut for the kernel and the bias. Those of chunks are in runs for a kernel
-        that batches, where `climbs` says whether stairs are one of them.
-        """
+    def tiles(self, region: Region, runs: Runs = "none") -> Iterator[Tile]:
+        """The tiles of a region of the span, cut for the kernel and the bias, or joined into runs."""
         tiles = self._tiles(region)
-        return tiles if climbs is None or region.chunk == 1 or self.bias is not None else in_runs(tiles, climbs)
+        return tiles if runs == "none" else in_runs(tiles, stairs=runs == "stairs")
 
     def _tiles(self, region: Region) -> Iterator[Tile]:
         span = self.span

@@ -58,7 +58,7 @@ def test_runs_cover_the_pairs_of_a_region_once(start, more, chunk, q_length, off
     before = chunk_runs.WASTED
     try:
         chunk_runs.WASTED = 1 if pads else before
-        runs = list(in_runs(tiles, lambda tile: climbs))
+        runs = list(in_runs(tiles, climbs))
     finally:
         chunk_runs.WASTED = before
     m = torch.arange(q_length)[:, None] + offset + first

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
-from rope_patch.attention.chunk_runs import in_one, in_place, keys_of, queries_of
+from rope_patch.attention.chunk_runs import Runs, in_one, in_place, keys_of, queries_of
 from rope_patch.attention.executors import chunked
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
@@ -340,9 +340,11 @@ def _are_first(numbers: list[int]) -> list[bool]:
 def blocks_of(
     spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None, forward: bool = True
 ) -> list[Block]:
-    """All tiles of a call, grouped by shared queries. Stairs are one of them in a `forward` alone: keys that the steps
-    share would get one gradient for each.
+    """All tiles of a call, grouped by shared queries. Stairs are one of them for one text, as several would need copies
+    of their keys, and in a `forward`, as keys that steps share would get a gradient from each.
     """
+    alone = len(spans) == 1 and spans[0].rows.stop - spans[0].rows.start == 1
+    runs = [_runs(branch, kernel, bias is None, forward and alone) for branch in branches]
     return [
         block
         for (rows, _), together in itertools.groupby(spans, key=lambda span: (span.rows, span.queries))
@@ -352,31 +354,30 @@ def blocks_of(
                 part
                 for span in together
                 for part in _pieces(
-                    span, branches, Biased(kernel, span, None if bias is None else bias.within(span)), forward
+                    span, branches, Biased(kernel, span, None if bias is None else bias.within(span)), runs
                 )
             ],
         )
     ]
 
 
-def _pieces(span: Span, branches: Sequence[Branch], kernel: Biased, forward: bool) -> Iterator[tuple[Piece, Biased]]:
+def _runs(branch: Branch, kernel: Kernel, unbiased: bool, climbs: bool) -> Runs:
+    """How the tiles of a branch are joined: not where a bias, or the rotation of queries, is for one block of them."""
+    region, query = branch.region or ALL_PAIRS, branch.query
+    if region.chunk == 1 or branch.turn is not None or not unbiased or not kernel.batches(query):
+        return "none"
+    whole = climbs and region.stop == math.inf and kernel.climbs(query, branch.key, region.chunk)
+    return "stairs" if whole else "squares"
+
+
+def _pieces(
+    span: Span, branches: Sequence[Branch], kernel: Biased, runs: Sequence[Runs]
+) -> Iterator[tuple[Piece, Biased]]:
     for number, branch in enumerate(branches):
-        climbs = _climbs(span, branch, kernel.kernel, forward)
-        for tile in kernel.tiles(branch.region or ALL_PAIRS, climbs):
+        for tile in kernel.tiles(branch.region or ALL_PAIRS, runs[number]):
             queries = slice(span.queries.start + tile.queries.start, span.queries.start + tile.queries.stop)
             keys = slice(span.keys.start + tile.keys.start, span.keys.start + tile.keys.stop)
             yield Piece(span.rows, number, queries, keys, tile), kernel
-
-
-def _climbs(span: Span, branch: Branch, kernel: Kernel, forward: bool) -> Callable[[Tile], bool] | None:
-    """Whether stairs of a region of a span are one call; None if the kernel takes no runs, or if queries are rotated in
-    blocks.
-    """
-    if branch.region is None or branch.region.chunk == 1 or branch.turn is not None:
-        return None
-    if not kernel.batches(branch.query):
-        return None
-    return lambda tile: forward and kernel.climbs(branch.query[span.rows], branch.key[span.rows], tile)
 
 
 def _by_queries(rows: slice, parts: list[tuple[Piece, Biased]]) -> Iterator[Block]:
