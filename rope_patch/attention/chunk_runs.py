@@ -150,6 +150,15 @@ def keys_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     return as_batch(x, tile, tile.k1 - tile.k0, tile.short if tile.kind == "causal" else 0)
 
 
+def slots_of(slots: slice, tile: Tile) -> list[slice]:
+    """The queries of a tile, or its keys, without the gaps of a run; `slots` are from the first to the last."""
+    if not tile.has_gaps:
+        return [slots]
+    starts = range(slots.start, slots.start + tile.count * tile.step, tile.step)
+    size = slots.stop - starts[-1]
+    return [slice(start, start + size) for start in starts]
+
+
 def in_place(share: torch.Tensor, into: torch.Tensor, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of a tile for its queries or keys, as a kernel returns it, and a view of `into`, `(rows, heads,
     length, ...)`, both in one shape: `(rows, count, heads, size, ...)` for a run, unless padding has to go.

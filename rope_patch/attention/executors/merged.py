@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
-from rope_patch.attention.chunk_runs import Runs, in_one, in_place, keys_of, queries_of
+from rope_patch.attention.chunk_runs import Runs, in_one, in_place, keys_of, queries_of, slots_of
 from rope_patch.attention.executors import chunked
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
@@ -294,14 +294,17 @@ class _Sum:
 
 def _to_queries(group: HeadGroup, block: Block, shares: list[Branch]) -> list[_Sum]:
     """The gradients of the queries of a block, one for each branch."""
-    runs = [(piece.region, (slice(0, 1), piece.queries)) for piece in block.pieces]
+    runs = [
+        (piece.region, (slice(0, 1), some)) for piece in block.pieces for some in slots_of(piece.queries, piece.tile)
+    ]
     place, first = (block.rows, group.heads, block.queries), block.queries.start
     return _sums([(share.query, first) for share in shares], place, runs)
 
 
 def _to_keys(group: HeadGroup, blocks: list[Block], of_value: torch.Tensor, shares: list[Branch]) -> list[_Sum]:
     """The gradients of the keys of some heads, one for each branch, followed by that of the values."""
-    runs = [(piece.region, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
+    places = [(block.rows, piece) for block in blocks for piece in block.pieces]
+    runs = [(piece.region, (rows, some)) for rows, piece in places for some in slots_of(piece.keys, piece.tile)]
     of_branches = _sums([(share.key, share.first) for share in shares], (EVERY, group.kv_heads), runs)
     return [*of_branches, _Sum(of_value[:, group.kv_heads], [run for _, run in runs])]
 
