@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from rope_patch import get_scheme, patch
+from rope_patch.attention import cudnn_kernels
+from rope_patch.attention.executors import merged, reference
+from rope_patch.attention.problem import Branch, Problem
 from rope_patch.training.chunked_loss import chunked_loss
 from tests.cases import ALL
 from tests.families import build
@@ -163,3 +166,40 @@ def test_fine_tuning(scheme, precision, tmp_path):
 def test_cached(scheme, dtype):
     sizes = (LENGTH - 24, 20, 1, 1, 1, 1)
     both(scheme, dtype, lambda model: cached_logits(model, text(), sizes))
+
+
+@pytest.mark.parametrize(("length", "q_length"), [(1000, 1000), (960, 960), (1000, 500)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("least", [0, None])
+def test_chunks_in_runs(length, q_length, rows, least, monkeypatch):
+    """Chunks of 192 tokens by cuDNN, and by flash where they are too small for it."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def states(heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.randn(rows, size, heads, 128, generator=drawn).to(DEVICE, torch.bfloat16).to(dtype)
+        return made.transpose(1, 2).requires_grad_()
+
+    positions, results = torch.arange(length, device=DEVICE)[None], []
+    regions = get_scheme("dca:chunk_size=256,local_window=64").segments()
+    chosen = merged.kernel_for(*(states(heads, 1, torch.bfloat16) for heads in (8, 2)), masked=False)
+    kernel = chosen.eager if least == 0 else chosen
+    assert kernel.batches(states(8, 1, torch.bfloat16))
+    monkeypatch.setattr(merged, "kernel_for", lambda *_: kernel)
+    for attend, dtype in ((merged.attend, torch.bfloat16), (reference.attend, torch.float32)):
+        drawn.manual_seed(0)
+        value, grad = states(2, length, dtype), states(8, q_length, dtype).detach()
+        branches = tuple(Branch(some, states(8, q_length, dtype), states(2, length, dtype)) for some in regions)
+        start = length - q_length
+        problem = Problem(branches, value, positions[:, start:], positions, None, True, start, 128**-0.5)
+        leaves = [value, *(x for branch in branches for x in (branch.query, branch.key))]
+        out = attend(problem)[0]
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for one, other in zip(*results, strict=True):
+        assert (one.float() - other).norm() / other.norm() < 0.02
+
+
+def test_stairs_of_chunks_are_one_call():
+    """A reason is none to fail: squares take their place."""
+    reason = cudnn_kernels.objection_to_stairs(torch.device(DEVICE, 0), torch.bfloat16, 128)
+    if reason:
+        pytest.skip(reason)

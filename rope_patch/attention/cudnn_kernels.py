@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
+from rope_patch.attention.chunk_runs import longer, of_blocks, queries_of
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.squares import Square, squares_of
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Dense, FlashCUDA, Merged, Tensors, Work
+from rope_patch.attention.trials import Comparisons, Trial
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class CuDNN(FlashCUDA):
     find the same plans. A length that is a multiple of a sixteenth of the power of two below it is not copied.
 
     Attributes:
-        least: floating-point operations of a tile that is worth a plan: the smallest that was measured.
+        least: floating-point operations of a tile that is worth a plan: the smallest that was measured. For a run of
+            chunks a quarter suffices: its plan serves every text of as many chunks.
         narrowest: width of a band that is worth its squares. On an H100 they took the time of flash at 1,024 tokens,
             and 0.56 of it at 4,096.
     """
@@ -43,6 +45,11 @@ class CuDNN(FlashCUDA):
     least: float = 2**37
     narrowest: int = 2**11
     whole = True
+
+    @property
+    def eager(self) -> CuDNN:
+        """The same kernel for the smallest tiles, as a trial needs it."""
+        return dataclasses.replace(self, least=0, narrowest=0)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._takes(work):
@@ -58,8 +65,7 @@ class CuDNN(FlashCUDA):
             return super().backward(work, merged)
         if not (more := _rounded(work.q.shape[2]) - work.q.shape[2]):
             return self._backward(work, merged)
-        lse = functional.pad(merged.lse, (0, more))
-        larger = Merged(_longer(merged.out, more), lse, _longer(merged.grad, more))
+        larger = Merged(*(longer(x, more) for x in (merged.out, merged.lse, merged.grad)))
         grad_q, grad_k, grad_v = self._backward(_padded(work, more), larger)
         return grad_q[:, :, : work.q.shape[2]], grad_k[:, :, : work.k.shape[2]], grad_v[:, :, : work.k.shape[2]]
 
@@ -67,7 +73,8 @@ class CuDNN(FlashCUDA):
         (batch, heads, q_length, dim), tile = work.q.shape, work.tile
         seen = work.k.shape[2] if tile.kind != "band" else min(tile.high - tile.low, work.k.shape[2])
         operations = (2 if tile.kind == "causal" else 4) * batch * heads * dim * q_length * seen
-        return operations >= self.least and dim <= 128 and _ends_with_query(tile) and self._scores(work)
+        least = self.least if tile.count == 1 else self.least / 4
+        return operations >= least and dim <= 128 and _ends_with_query(tile) and self._scores(work)
 
     def _scores(self, work: Work) -> bool:
         """Whether PyTorch would choose cuDNN for this tile, or for the squares of this band."""
@@ -115,6 +122,18 @@ class CuDNNWindows(CuDNN):
 
     least: float = 2**36
     narrowest: int = 0
+
+    def climbs(self, query: torch.Tensor, key: torch.Tensor, chunk: int) -> bool:
+        """Whether stairs are worth a plan, are cuDNN's, and were right when they were tried."""
+        _, heads, length, dim = query.shape
+        if dim > 128 or 2 * heads * dim * length * key.shape[2] < self.least / 4:
+            return False
+        q, k = query[:, :, :chunk], key[:, :, :chunk]
+        one = Work(q, k, k, Tile(0, q.shape[2], 0, k.shape[2]), 1.0)
+        return self._scores(one) and not objection_to_stairs(query.device, query.dtype, dim)
+
+    def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(work) if work.tile.kind != "stairs" else _climbed(work)
 
     def _scores(self, work: Work) -> bool:
         """Whether PyTorch would choose cuDNN for these states; the shape of the tile is no concern of it."""
@@ -185,6 +204,45 @@ def _ends_with_query(tile: Tile) -> bool:
     return tile.kind != "band" or tile.distance - tile.low == (tile.k1 - tile.k0) - (tile.q1 - tile.q0)
 
 
+# --- stairs ---
+
+
+def _climbed(work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of stairs: every step has all keys, and a length of its own."""
+    (steps, _, size, _), tile, device = work.q.shape, work.tile, work.q.device
+    fewest = tile.k1 - tile.k0
+    keys = torch.arange(fewest, fewest + steps * tile.step, tile.step, dtype=torch.int32, device=device)
+    queries = torch.full((steps,), size, dtype=torch.int32, device=device)
+    if tile.short:
+        queries[-1:].fill_(size - tile.short)
+    k, v = (x.expand(steps, -1, -1, -1) for x in (work.k, work.v))
+    lengths = {"seq_len_q": queries, "seq_len_kv": keys, "return_lse": True}
+    out, lse = _frontend().sdpa_fwd(longer(work.q, _rounded(size) - size), k, v, work.scale, **lengths)
+    return out[:, :, :size], lse[:, :, :size, 0]
+
+
+def _compared_on_stairs(device: torch.device, dtype: torch.dtype, head_dim: int) -> Comparisons:
+    """Compare stairs, of which the last step has fewer queries, with `Dense`."""
+    random, size, count, short = torch.Generator().manual_seed(0), 512, 4, 100
+    length = count * size
+    q, k, v = (
+        torch.randn(1, length, heads, head_dim, generator=random).to(device, dtype).transpose(1, 2)
+        for heads in (8, 2, 2)
+    )
+    tile = Tile(0, size, 0, size, "stairs", count=count, step=size, short=short)
+    found = _climbed(Work(queries_of(q[:, :, : length - short], tile), k, v, tile, 0.1))
+    for step in range(count):
+        rows, keys = size - short * (step == count - 1), (step + 1) * size
+        queries = q[:, :, step * size : step * size + rows]
+        one = Work(queries, k[:, :, :keys], v[:, :, :keys], Tile(0, rows, 0, keys), 0.1)
+        for name, of_all, of_one in zip(("output", "log-sum-exp"), found, Dense().forward(one), strict=True):
+            yield f"{name} of step {step}", of_all[step, None, :, :rows], of_one
+
+
+objection_to_stairs = Trial("The call of cuDNN for chunks that share their keys", _compared_on_stairs, tolerance=0.03)
+"""The reason why stairs are scored in squares on a device for a dtype and a width, or an empty string."""
+
+
 # --- lengths of plans ---
 
 
@@ -202,18 +260,11 @@ def _padded(work: Work, more: int) -> Work:
         return work
     tile = dataclasses.replace(work.tile, q1=work.tile.q1 + more)
     if tile.kind == "full":
-        return dataclasses.replace(work, q=_longer(work.q, more), tile=tile)
+        return dataclasses.replace(work, q=longer(work.q, more), tile=tile)
     high = tile.high if _has_window(work.tile) else tile.high + more
     tile = dataclasses.replace(tile, k1=tile.k1 + more, high=high)
-    q, k, v = (_longer(x, more) for x in (work.q, work.k, work.v))
+    q, k, v = (longer(x, more) for x in (work.q, work.k, work.v))
     return dataclasses.replace(work, q=q, k=k, v=v, tile=tile)
-
-
-def _longer(x: torch.Tensor, more: int) -> torch.Tensor:
-    """Pad states `(batch, heads, length, dim)` with zeros at the end, in the layout that models project to, in which
-    the strides of heads and tokens do not depend on the length.
-    """
-    return functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2) if more else x
 
 
 # --- torch's cuDNN, and runs of squares for it ---
@@ -275,5 +326,5 @@ def _keys(square: Square, x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(square: Square, x: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    places = x[:, start:].unfold(1, size, square.step)[:, : square.count].transpose(0, 1)
-    return places if places.ndim == 3 else places.transpose(2, 3)
+    stop = start + (square.count - 1) * square.step + size
+    return of_blocks(x[None, :, start:stop], size, square.step)[0]

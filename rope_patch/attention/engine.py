@@ -8,11 +8,12 @@ from typing import cast
 import torch
 
 from rope_patch.attention import paths
-from rope_patch.attention.executors import decayed, flex, fused, graph, intervals, joined
+from rope_patch.attention.cudnn_kernels import CuDNNWindows
+from rope_patch.attention.executors import decayed, flex, fused, graph, intervals, joined, merged
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Row, choose
-from rope_patch.attention.tile_kernels import FlashCUDA
+from rope_patch.attention.tile_kernels import FlashCUDA, Kernel
 from rope_patch.attention.turner import Turner
 
 
@@ -38,11 +39,14 @@ def rows_for(problem: Problem) -> tuple[Row, ...]:
 
 def _with_flash(problem: Problem) -> str:
     """The reason why the fused kernel is not preferred on a GPU, or an empty string. Flash per region is faster, except
-    for regions of many chunks without gradients, and for one token without a plan (docs/benchmarks.md, on an H100).
+    for regions of many chunks without gradients that cuDNN does not take as runs, and for one token without a plan
+    (docs/benchmarks.md, on an H100).
     """
     in_chunks = any(region.chunk > 1 for region in cast(Turner, problem.turner).regions)
     without_gradients = in_chunks and not torch.is_grad_enabled()
-    if problem.compiling or problem.q_length == 1 or without_gradients or not _is_flash(problem):
+    if problem.compiling or problem.q_length == 1 or not _is_flash(problem):
+        return ""
+    if without_gradients and not _in_runs(problem):
         return ""
     return "flash for each region is faster on this GPU"
 
@@ -66,8 +70,20 @@ def _without_terms(problem: Problem) -> str:
 
 
 def _is_flash(problem: Problem) -> bool:
-    query, value = cast(torch.Tensor, problem.query), problem.value
-    return problem.fits_kernels and isinstance(kernel_for(query, value, masked=problem.biased), FlashCUDA)
+    return problem.fits_kernels and isinstance(_kernel(problem), FlashCUDA)
+
+
+def _in_runs(problem: Problem) -> bool:
+    """Whether cuDNN takes the chunks of a call as the batches of a few calls: there are enough of them, in spans."""
+    kernel, query = _kernel(problem), cast(torch.Tensor, problem.query)
+    if not isinstance(kernel, CuDNNWindows):
+        return False
+    operations = 2 * math.prod(query.shape) * problem.kv_length
+    return operations >= kernel.least and kernel.batches(query) and not merged.supports(problem)
+
+
+def _kernel(problem: Problem) -> Kernel:
+    return kernel_for(cast(torch.Tensor, problem.query), problem.value, masked=problem.biased)
 
 
 _WITHIN = ("chunked", "segmented", "fused", "intervals", "merged", "products", "block")

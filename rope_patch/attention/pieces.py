@@ -20,22 +20,44 @@ from rope_patch.schemes.slots import Region
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries `q0:q1` against keys `k0:k1` of a span.
+    """Queries `q0:q1` against keys `k0:k1` of a span, or a run of such tiles, of which these are the first one's.
 
     Attributes:
-        kind: `full` (all pairs), `causal` (row i sees keys up to i of the tile), or `band`.
+        kind: `full` (all pairs), `causal` (row i sees keys up to i of the tile), or `band`; `stairs` is a run of full
+            tiles, each of which sees all keys of the last and `step` more.
         distance: from the first query to the first key, in tokens.
         low, high: for a band, the pairs at low <= distance < high.
+        count: how many tiles a run has, each `step` queries behind the last, and `step` keys unless they are stairs.
+        short: queries by which the last tile of a run is shorter; and keys if it is causal.
     """
 
     q0: int
     q1: int
     k0: int
     k1: int
-    kind: Literal["full", "causal", "band"] = "full"
+    kind: Literal["full", "causal", "band", "stairs"] = "full"
     low: int = 0
     high: int = 0
     distance: int = 0
+    count: int = 1
+    step: int = 0
+    short: int = 0
+
+    @property
+    def queries(self) -> slice:
+        """The queries of all tiles of a run; of squares that cover stairs, not all of these."""
+        return slice(self.q0, self.q1 + (self.count - 1) * self.step - self.short)
+
+    @property
+    def keys(self) -> slice:
+        """The keys of all tiles of a run."""
+        short = self.short if self.kind == "causal" else 0
+        return slice(self.k0, self.k1 + (self.count - 1) * self.step - short)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether queries between the tiles of a run belong to none of them."""
+        return self.count > 1 and self.step > self.q1 - self.q0
 
     def mask(self, device: torch.device) -> torch.Tensor:
         """A boolean mask `(q1 - q0, k1 - k0)`, true for the pairs of a band."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from rope_patch.attention.chunk_runs import in_one, in_place
+from rope_patch.attention.pieces import Tile
 from rope_patch.attention.terms import upcast
 
 Run = tuple[slice, slice]
@@ -55,14 +57,18 @@ class Sum:
         self._sum: torch.Tensor | None = None
         self._is_written = False
 
-    def add(self, rows: slice, slots: slice, share: torch.Tensor) -> None:
-        """The contribution of one tile, which may be written to afterwards."""
+    def add(self, rows: slice, slots: slice, share: torch.Tensor, tile: Tile) -> None:
+        """The contribution of one tile, or of a run of them, which may be written to afterwards."""
+        if tile.count > 1 and not tile.has_gaps:
+            share = in_one(share, tile, len(self._part[rows]), slots.stop - slots.start, 0.0)
         if self._sum is None and share.shape == self._part.shape:  # the first one, and it is for every token
             self._sum = share if self._disjoint else upcast(share)
             return
         if self._sum is None:
             self._sum = self._begun()
         here = self._sum[rows, :, slots.start - self._first : slots.stop - self._first]
+        if tile.has_gaps:
+            share, here = in_place(share, here, tile)
         if self._disjoint:
             here.copy_(share)
         else:

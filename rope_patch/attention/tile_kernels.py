@@ -6,14 +6,16 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from rope_patch.attention.bias import TileBias
+from rope_patch.attention.chunk_runs import Runs, in_one, in_runs, keys_of, queries_of
 from rope_patch.attention.pieces import Tile, clipped, in_rows, tiles_of
 from rope_patch.attention.spans import Span
 from rope_patch.attention.terms import product, upcast
+from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -26,7 +28,8 @@ class Work:
 
     Attributes:
         q: queries of the tile, `(batch, heads, q_len, head_dim)`.
-        k, v: keys and values of the tile, `(batch, kv_heads, kv_len, head_dim or value_dim)`.
+        k, v: keys and values of the tile, `(batch, kv_heads, kv_len, head_dim or value_dim)`; of stairs, whose batch is
+            their steps, those of all steps, with a batch of 1.
         scale: multiplies the products of queries and keys.
         mask: at least float32, added to the scores, broadcasts to their shape. It replaces the mask of a band and is
             added to that of any other tile.
@@ -61,6 +64,16 @@ class Kernel(Protocol):
 
     whole: bool = False
 
+    def batches(self, query: torch.Tensor) -> bool:
+        """Whether the equal tiles of a region by chunk are one call, whose batch they are, for queries of this device,
+        dtype and width.
+        """
+        return False
+
+    def climbs(self, query: torch.Tensor, key: torch.Tensor, chunk: int) -> bool:
+        """Whether stairs of a call with these states, `(1, heads or kv_heads, length, head_dim)`, are one call."""
+        return False
+
     def band_rows(self, width: float) -> int:
         """The number of queries in a tile of a band that is `width` tokens wide."""
 
@@ -89,8 +102,12 @@ class Biased:
         """Restrict the kernel to some of the heads."""
         return self if self.bias is None else Biased(self.kernel, self.span, self.bias.for_heads(heads), heads)
 
-    def tiles(self, region: Region) -> Iterator[Tile]:
-        """The tiles of a region of the span, cut for the kernel and the bias."""
+    def tiles(self, region: Region, runs: Runs = "none") -> Iterator[Tile]:
+        """The tiles of a region of the span, cut for the kernel and the bias, or joined into runs."""
+        tiles = self._tiles(region)
+        return tiles if runs == "none" else in_runs(tiles, stairs=runs == "stairs")
+
+    def _tiles(self, region: Region) -> Iterator[Tile]:
         span = self.span
         region = region.within(span.window)
         rows = self.kernel.band_rows(region.stop - (max(0, region.start) if span.causal else region.start))
@@ -277,6 +294,15 @@ class FlashCUDA(Kernel):
 
     implementation: str | None = None
 
+    def batches(self, query: torch.Tensor) -> bool:
+        """Whether its results for blocks of a text equalled those of plain products when they were tried."""
+        return not objection_to_runs(self.eager, query.device, query.dtype, query.shape[-1])
+
+    @property
+    def eager(self) -> FlashCUDA:
+        """The same kernel for the smallest tiles, as a trial needs it."""
+        return self
+
     def band_rows(self, width: float) -> int:
         """Put all queries into one tile: the kernel itself supports windows."""
         return 2**62
@@ -386,3 +412,30 @@ def _folded(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     rows, ...)`.
     """
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
+
+
+def _compared_in_runs(kernel: FlashCUDA, device: torch.device, dtype: torch.dtype, head_dim: int) -> Comparisons:
+    """Compare a kernel with `Dense` on blocks of a text that are views of it, forward and backward: of queries in both
+    layouts, tokens or heads first, and of keys as caches hold them.
+    """
+    random, size, count = torch.Generator().manual_seed(0), 64, 3
+    q, grad = torch.randn(2, 1, 4, count * size, head_dim, generator=random).to(device, dtype)
+    k, v = torch.randn(2, 1, 2, count * size, head_dim, generator=random).to(device, dtype)
+    names = "output", "log-sum-exp", "gradient of queries", "gradient of keys", "gradient of values"
+    kinds: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+    for kind in kinds:
+        tile = Tile(0, size, 0, size, kind, count=count, step=size)
+        work = Work(queries_of(q, tile), keys_of(k, tile), keys_of(v, tile), tile, scale=0.1)
+        out, lse = Dense().forward(work)
+        # where results are kept, the blocks of a text are views too
+        kept = (in_one(x, tile, 1, count * size, 0.0).contiguous() for x in (out, lse))
+        merged = Merged(*(queries_of(x, tile) for x in (*kept, grad)))
+        expected = out, lse, *Dense().backward(work, merged)
+        actual = *kernel.forward(work), *kernel.backward(work, merged)
+        for name, one, other in zip(names, actual, expected, strict=True):
+            yield f"{name} of a run of {kind} tiles", one, other
+        q, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, grad))
+
+
+objection_to_runs = Trial("A kernel of tiles, for the chunks of a text at once,", _compared_in_runs, tolerance=0.03)
+"""The reason why a kernel scores each chunk by itself on a device for a dtype and a width, or an empty string."""

@@ -79,10 +79,12 @@ class Torch:
 
 
 class Frontend:
-    """`torch.ops.cudnn.sdpa_fwd` and `sdpa_bwd`; `calls` has what decides which plan serves a call."""
+    """`torch.ops.cudnn.sdpa_fwd` and `sdpa_bwd`; `calls` has what decides which plan serves a call, `batches` the batch
+    of each, and `stairs` the lengths of keys of those that have them.
+    """
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.batches, self.stairs = [], [], []
 
     def seen(self, q, k, is_causal, causal_bottom_right, window_left, window_right):
         rows, keys = q.shape[2], k.shape[2]
@@ -95,6 +97,7 @@ class Frontend:
         if window_left == 0:
             raise RuntimeError("the left bound has to be greater than zero")
         strides = tuple(x.stride()[1:] for x in (q, k))
+        self.batches.append(len(q))
         self.calls.append(((rows, keys), (is_causal, causal_bottom_right, window_left, window_right), strides))
         beyond = diagonals(q, k) - (keys - rows if causal_bottom_right else 0)
         right = window_right if window_right >= 0 else (0 if is_causal else keys)
@@ -110,12 +113,23 @@ class Frontend:
         causal_bottom_right=False,
         window_left=-1,
         window_right=-1,
+        seq_len_q=None,
+        seq_len_kv=None,
         return_lse=True,
     ):
         assert return_lse
         assert isinstance(attn_scale, float)
         seen = self.seen(q, k, is_causal, causal_bottom_right, window_left, window_right)
+        if seq_len_kv is not None:
+            assert seq_len_q.dtype == seq_len_kv.dtype == torch.int32
+            assert seq_len_q.shape == seq_len_kv.shape == (len(q),)
+            assert k.stride(0) == v.stride(0) == 0 or len(q) == 1, "copies of the keys"
+            self.stairs.append(seq_len_kv.tolist())
+            seen = seen & (torch.arange(k.shape[2]) < seq_len_kv.view(-1, 1, 1, 1))
         out, lse = attention(q, k, v, attn_scale, seen)
+        if seq_len_q is not None:  # nobody may read the rows behind the end
+            behind = torch.arange(q.shape[2]) >= seq_len_q.view(-1, 1, 1)
+            out, lse = out.masked_fill(behind[..., None], math.nan), lse.masked_fill(behind, math.nan)
         return out, lse[..., None]
 
     def sdpa_bwd(

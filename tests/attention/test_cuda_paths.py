@@ -18,7 +18,7 @@ from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCUDA, Merged, Work
 from rope_patch.schemes.slots import ALL_PAIRS
 from tests.attention.fake_cudnn import BY_CUDNN, BY_FLASH, Torch
-from tests.attention.problems import whole
+from tests.attention.problems import spans_of, whole
 
 LENGTH, DIM = 24, 16
 OPERATIONS = 2 * 4 * DIM * LENGTH**2
@@ -102,6 +102,9 @@ DCA = tuple(get_scheme("dca:chunk_size=12,local_window=3").segments())
         pytest.param(REROPE, 30, CuDNN(), {}, False, True, False, id="also by cuDNN"),
         pytest.param(DCA, 30, FlashCUDA(), {}, False, False, True, id="chunks without gradients"),
         pytest.param(DCA, 30, FlashCUDA(), {}, False, True, False, id="chunks with gradients"),
+        pytest.param(DCA, 30, CuDNN(), {}, False, False, True, id="chunks by torch's cuDNN, without gradients"),
+        pytest.param(DCA, 30, CuDNNWindows(least=0), {}, False, False, False, id="chunks in runs"),
+        pytest.param(DCA, 30, CuDNNWindows(), {}, False, False, True, id="chunks too small for cuDNN"),
         pytest.param(PLAIN, 30, Dense(), {"bias": DistanceBias(torch.neg)}, False, True, True, id="a bias"),
         pytest.param(REROPE, 30, Dense(), {}, False, True, True, id="float32"),
         pytest.param(REROPE, 30, FlashCUDA(), {"softcap": 2.0}, False, True, True, id="a softcap"),
@@ -123,6 +126,7 @@ def test_what_the_fused_kernel_scores(regions, queries, kernel, changes, planned
     inputs = dataclasses.replace(inputs, **changes)
     states = torch.randn(1, 4, queries, 8), torch.randn(1, 2, 30, 8)
     monkeypatch.setattr(engine, "kernel_for", lambda *_, masked: kernel)
+    monkeypatch.setattr(CuDNNWindows, "batches", lambda *_: True)
     yes, no = (lambda problem: ""), (lambda problem: "it was told so")
     rows = {
         executor: dataclasses.replace(executor, supports=yes if does else no)
@@ -130,7 +134,7 @@ def test_what_the_fused_kernel_scores(regions, queries, kernel, changes, planned
     }
     table = [dataclasses.replace(row, executor=rows.get(row.executor, row.executor)) for row in engine.TABLE["cuda"]]
     with torch.set_grad_enabled(gradients):
-        taken = choose(table, whole(inputs, *states, regions=regions, find_spans=lambda inputs: None))
+        taken = choose(table, whole(inputs, *states, regions=regions, find_spans=spans_of))
     assert (taken.name == "fused") == fused
 
 

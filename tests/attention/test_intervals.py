@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,16 +275,20 @@ def test_a_second_derivative_is_that_of_the_definition(flex):
 
 
 @pytest.mark.parametrize(
-    ("spec", "documents", "gradients", "name"),
+    ("spec", "documents", "gradients", "in_runs", "name"),
     [
-        ("dca:chunk_size=12,local_window=3", 1, True, "intervals"),
-        ("dca:chunk_size=12,local_window=3", 1, False, "merged"),
-        ("rerope:window=6", 1, True, "merged"),
-        ("rerope:window=6", 20, True, "intervals"),
-        ("rerope:window=6", 20, False, "merged"),
+        ("dca:chunk_size=12,local_window=3", 1, True, False, "intervals"),
+        ("dca:chunk_size=12,local_window=3", 1, True, True, "merged"),
+        ("dca:chunk_size=12,local_window=3", 20, True, True, "intervals"),
+        ("dca:chunk_size=12,local_window=3", 1, False, False, "merged"),
+        ("rerope:window=6", 1, True, False, "merged"),
+        ("rerope:window=6", 20, True, False, "intervals"),
+        ("rerope:window=6", 20, False, False, "merged"),
     ],
 )
-def test_who_scores_many_tiles_on_a_gpu(spec, documents, gradients, name, monkeypatch):
+def test_who_scores_many_tiles_on_a_gpu(spec, documents, gradients, in_runs, name, monkeypatch):
+    kernel = SimpleNamespace(batches=lambda query: in_runs)
+    monkeypatch.setattr(intervals, "kernel_for", lambda *given, masked: kernel)
     length = 300
     groups = (torch.arange(length) * documents // length)[None]
     positions = torch.arange(length)[None] - torch.searchsorted(groups[0], groups[0])

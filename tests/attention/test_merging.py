@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rope_patch.attention import merging
+from rope_patch.attention.chunk_runs import of_blocks
 from tests.attention.test_fused import DEVICE, needs_triton, run
 
 __all__ = ["run"]
@@ -35,6 +36,28 @@ def test_a_part_is_folded_in(run, rows, dim, dtype):
     assert errors["output"] < (4e-3 if dtype == "float16" else 1e-5)
     assert errors["log-sum-exp"] < 1e-5
     assert run(merging.objection, torch.device(DEVICE), getattr(torch, dtype), dim) == ""
+
+
+def merged_in_blocks(dim: int) -> float:
+    """The largest error where the blocks of a text, with gaps between them, are the batch of the kernel."""
+    random, (size, step, count) = torch.Generator().manual_seed(0), (10, 20, 3)
+    length = (count - 1) * step + size
+    out = torch.randn(1, length, 2, dim, generator=random).to(DEVICE, torch.float16).transpose(1, 2)
+    lse = torch.randn(1, 2, length, generator=random).to(DEVICE)
+    part = torch.randn(count, 2, size, dim, generator=random).to(DEVICE, torch.float16)
+    part_lse = torch.randn(count, 2, size, generator=random).to(DEVICE)
+    expected = out.double()
+    for number in range(count):
+        some = slice(number * step, number * step + size)
+        share = (part_lse[number].double() - lse[0, :, some].double()).sigmoid()[..., None]
+        expected[0, :, some] = expected[0, :, some].lerp(part[number].double(), share)
+    merging._fold(*(of_blocks(x, size, step)[0] for x in (out, lse)), part, part_lse)
+    return float((out.double() - expected).abs().max())
+
+
+@needs_triton
+def test_the_blocks_of_a_text_are_folded_in(run):
+    assert run(merged_in_blocks, 16) < 4e-3
 
 
 def test_a_part_is_merged_in_float32_where_there_is_no_kernel(monkeypatch):

@@ -16,6 +16,7 @@ import torch
 
 from rope_patch.attention.executors import chunked, reference
 from rope_patch.attention.intervals import Runs, end_points, runs_of
+from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
 from rope_patch.attention.table import Executor
@@ -207,7 +208,7 @@ FEW = 16
 
 def in_few_tiles(problem: Problem) -> str:
     """The reason why other executors are preferred, or an empty string: they start without compiling, and the tiles of
-    `merged` are large unless regions are chunks, or rows have many documents.
+    `merged` are large unless regions are chunks that its kernel takes one by one, or rows have many documents.
     """
     turner = cast(Turner, problem.turner)
     if problem.compiling:
@@ -215,9 +216,15 @@ def in_few_tiles(problem: Problem) -> str:
     if not problem.differentiable:
         return "its kernels take a minute to compile, which pays in training alone"
     in_chunks = any(region.chunk > 1 for region in turner.regions)
-    if problem.scattered or in_chunks or problem.spans is None:
+    if problem.scattered or (in_chunks and not _in_runs(problem)) or problem.spans is None:
         return ""
     return "tiles are few and large" if len(problem.spans) * len(turner.regions) <= FEW else ""
+
+
+def _in_runs(problem: Problem) -> bool:
+    """Whether the chunks of a call are the batches of a few tiles."""
+    query = cast(torch.Tensor, problem.query)
+    return kernel_for(query, problem.value, masked=problem.biased).batches(query)
 
 
 EXECUTOR = Executor("intervals", "a kernel of interval masks for each region, merged", supports, attend)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
+from rope_patch.attention.chunk_runs import Runs, in_one, in_place, keys_of, queries_of, slots_of
 from rope_patch.attention.executors import chunked
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
@@ -164,14 +165,14 @@ def backward(
             for piece, by in block.parts:
                 place = block.rows, group.heads, piece.queries
                 work = block.work(piece, group, call.branches, value, call.scaling)
-                in_tile = Merged(merged.out[place], merged.lse[place], merged.grad[place])
-                kernel = by.for_heads(group.heads)
+                known = (queries_of(x[place], piece.tile) for x in (merged.out, merged.lse, merged.grad))
+                in_tile, kernel = Merged(*known), by.for_heads(group.heads)
                 of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
                 if (turn := call.branches[piece.region].turn) is not None:
                     of_query = turn.part(block.rows, piece.queries).back()(upcast(of_query))
-                to_queries[piece.region].add(EVERY, piece.queries, of_query)
-                to_keys[piece.region].add(block.rows, piece.keys, of_key)
-                to_keys[-1].add(block.rows, piece.keys, of_values)
+                to_queries[piece.region].add(EVERY, piece.queries, of_query, piece.tile)
+                to_keys[piece.region].add(block.rows, piece.keys, of_key, piece.tile)
+                to_keys[-1].add(block.rows, piece.keys, of_values, piece.tile)
             _close(to_queries)
         _close(to_keys)
     firsts = zip(numbers, _are_first(numbers), strict=True)
@@ -222,12 +223,14 @@ class Block:
     def work(
         self, piece: Piece, group: HeadGroup, branches: Sequence[Branch], value: torch.Tensor, scale: float
     ) -> Work:
-        """The work of a tile for some heads; `value` is `(batch, kv_heads, kv_len, value_dim)`."""
-        branch = branches[piece.region]
+        """The work of a tile for some heads, a run as the batch of one; `value` is `(batch, kv_heads, kv_len,
+        value_dim)`.
+        """
+        branch, tile = branches[piece.region], piece.tile
         in_branch = slice(piece.keys.start - branch.first, piece.keys.stop - branch.first)
-        query = branch.queries(self.rows, group.heads, piece.queries)
-        key = branch.key[self.rows, group.kv_heads, in_branch]
-        return Work(query, key, value[self.rows, group.kv_heads, piece.keys], piece.tile, scale)
+        query = queries_of(branch.queries(self.rows, group.heads, piece.queries), tile)
+        key = keys_of(branch.key[self.rows, group.kv_heads, in_branch], tile)
+        return Work(query, key, keys_of(value[self.rows, group.kv_heads, piece.keys], tile), tile, scale)
 
 
 def _attend(
@@ -235,25 +238,43 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `(rows, heads, queries, value_dim)` and log-sum-exp `(rows, heads, queries)` of the queries of a block."""
     (first, kernel), *others = block.parts
+    start, rows = block.queries.start, len(range(len(value))[block.rows])
     out, lse = kernel.for_heads(group.heads).forward(block.work(first, group, branches, value, scale))
-    if not others:
-        return out, lse
-    start = block.queries.start
-    before, after = first.queries.start - start, block.queries.stop - first.queries.stop
-    out = summed(out)
-    if before or after:
-        out = torch.nn.functional.pad(out, (0, 0, before, after))
-        lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
+    out, lse = _placed(out, lse, first, block, rows, sums=bool(others))
     for piece, kernel in others:
         part, part_lse = kernel.for_heads(group.heads).forward(block.work(piece, group, branches, value, scale))
         queries = slice(piece.queries.start - start, piece.queries.stop - start)
-        merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+        part, into = in_place(part, out[:, :, queries], piece.tile)
+        part_lse, into_lse = in_place(part_lse, lse[:, :, queries], piece.tile)
+        if into.ndim == 4:
+            merge(into, into_lse, part, part_lse)
+            continue
+        for row in range(rows):
+            merge(into[row], into_lse[row], part[row], part_lse[row])
+    return out, lse
+
+
+def _placed(
+    out: torch.Tensor, lse: torch.Tensor, piece: Piece, block: Block, rows: int, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of the first piece at its place in that of its block; with `sums` as an accumulator for others."""
+    length = piece.queries.stop - piece.queries.start
+    before, after = piece.queries.start - block.queries.start, block.queries.stop - piece.queries.stop
+    out, lse = (
+        x if piece.tile.count == 1 else in_one(x, piece.tile, rows, length, hidden)
+        for x, hidden in ((out, 0.0), (lse, -torch.inf))
+    )
+    if sums:
+        out = summed(out)
+    if before or after:
+        out = torch.nn.functional.pad(out, (0, 0, before, after))
+        lse = torch.nn.functional.pad(lse, (before, after), value=-torch.inf)
     return out, lse
 
 
 def _to_queries(group: HeadGroup, block: Block, gradients: list[Gradient]) -> list[Sum]:
     """The gradients of the queries of a block, one for each branch."""
-    runs = [(piece.region, (EVERY, piece.queries)) for piece in block.pieces]
+    runs = [(piece.region, (EVERY, some)) for piece in block.pieces for some in slots_of(piece.queries, piece.tile)]
     place, first = (block.rows, group.heads, block.queries), block.queries.start
     return _sums([(gradient, first) for gradient in gradients], place, runs)
 
@@ -264,7 +285,8 @@ def _to_keys(
     """The gradients of the keys of some heads, one for each branch with its first slot, followed by that of the
     values.
     """
-    runs = [(piece.region, (block.rows, piece.keys)) for block in blocks for piece in block.pieces]
+    places = [(block.rows, piece) for block in blocks for piece in block.pieces]
+    runs = [(piece.region, (rows, some)) for rows, piece in places for some in slots_of(piece.keys, piece.tile)]
     place = EVERY, group.kv_heads
     return [*_sums(gradients, place, runs), Sum(of_value, place, [run for _, run in runs])]
 
@@ -298,34 +320,53 @@ def _are_first(numbers: list[int]) -> list[bool]:
     return [number not in numbers[:place] for place, number in enumerate(numbers)]
 
 
+Cut = tuple[Bounds, Runs]
+"""The bounds of a region, and how its tiles are joined."""
+
+
 def blocks_of(
-    spans: Iterable[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None
+    spans: Sequence[Span], branches: Sequence[Branch], kernel: Kernel, bias: TileBias | None, forward: bool = True
 ) -> tuple[Block, ...]:
-    """All tiles of a call, grouped by shared queries."""
-    regions = tuple((branch.region or ALL_PAIRS).bounds for branch in branches)
+    """All tiles of a call, grouped by shared queries. Stairs are one of them for one text, as several would need copies
+    of their keys, and in a `forward`, as keys that steps share would get a gradient from each.
+    """
+    alone = len(spans) == 1 and spans[0].rows.stop - spans[0].rows.start == 1
+    regions = tuple(
+        ((branch.region or ALL_PAIRS).bounds, _runs(branch, kernel, bias is None, forward and alone))
+        for branch in branches
+    )
     if bias is None:
         return _blocks_without_bias(tuple(spans), regions, kernel)  # type: ignore[arg-type]  # kernels have a hash
     return tuple(_blocks([Biased(kernel, span, bias.within(span)) for span in spans], regions))
 
 
+def _runs(branch: Branch, kernel: Kernel, unbiased: bool, climbs: bool) -> Runs:
+    """How the tiles of a branch are joined: not where a bias, or the rotation of queries, is for one block of them."""
+    region, query = branch.region or ALL_PAIRS, branch.query
+    if region.chunk == 1 or branch.turn is not None or not unbiased or not kernel.batches(query):
+        return "none"
+    whole = climbs and region.stop == math.inf and kernel.climbs(query, branch.key, region.chunk)
+    return "stairs" if whole else "squares"
+
+
 @functools.lru_cache(maxsize=64)
-def _blocks_without_bias(spans: tuple[Span, ...], regions: tuple[Bounds, ...], kernel: Kernel) -> tuple[Block, ...]:
+def _blocks_without_bias(spans: tuple[Span, ...], regions: tuple[Cut, ...], kernel: Kernel) -> tuple[Block, ...]:
     """The same for every layer, in backward as in forward, and for every text of one length: found once."""
     return tuple(_blocks([Biased(kernel, span, None) for span in spans], regions))
 
 
-def _blocks(kernels: Sequence[Biased], regions: Sequence[Bounds]) -> Iterator[Block]:
+def _blocks(kernels: Sequence[Biased], regions: Sequence[Cut]) -> Iterator[Block]:
     """Group the tiles of each span's kernel by shared queries."""
     for (rows, _), together in itertools.groupby(kernels, key=lambda by: (by.span.rows, by.span.queries)):
         yield from _by_queries(rows, [part for by in together for part in _pieces(by, regions)])
 
 
-def _pieces(kernel: Biased, regions: Sequence[Bounds]) -> Iterator[tuple[Piece, Biased]]:
+def _pieces(kernel: Biased, regions: Sequence[Cut]) -> Iterator[tuple[Piece, Biased]]:
     span = kernel.span
-    for number, bounds in enumerate(regions):
-        for tile in kernel.tiles(Region.between(bounds)):
-            queries = slice(span.queries.start + tile.q0, span.queries.start + tile.q1)
-            keys = slice(span.keys.start + tile.k0, span.keys.start + tile.k1)
+    for number, (bounds, runs) in enumerate(regions):
+        for tile in kernel.tiles(Region.between(bounds), runs):
+            queries = slice(span.queries.start + tile.queries.start, span.queries.start + tile.queries.stop)
+            keys = slice(span.keys.start + tile.keys.start, span.keys.start + tile.keys.stop)
             yield Piece(span.rows, number, queries, keys, tile), kernel
 
 
@@ -344,7 +385,8 @@ def _by_queries(rows: slice, parts: list[tuple[Piece, Biased]]) -> Iterator[Bloc
 
 def _block(rows: slice, parts: list[tuple[Piece, Biased]]) -> Block:
     start, stop = min(piece.queries.start for piece, _ in parts), max(piece.queries.stop for piece, _ in parts)
-    in_order = sorted(parts, key=lambda part: part[0].tile.q0 - part[0].tile.q1)
+    # the result of a piece without gaps is what others are merged into
+    in_order = sorted(parts, key=lambda part: (part[0].tile.has_gaps, part[0].queries.start - part[0].queries.stop))
     return Block(rows, slice(start, stop), tuple(in_order))
 
 
@@ -352,13 +394,14 @@ def _by_heads(
     call: Problem, spans: tuple[Span, ...], bias: TileBias | None, length: int | None = None
 ) -> Iterator[tuple[HeadGroup, list[tuple[HeadGroup, Block]]]]:
     """Yield groups of heads with all tiles of the call. Each block has its own heads: one head if the bias ends the
-    reach of some head's queries, else the whole group. `length` is the length of the largest result of a tile, by
-    default the longest block's.
+    reach of some head's queries, else the whole group. `length` is the length of the largest result of a tile: of keys,
+    for gradients; by default, for a forward, the longest block's.
     """
     branches, query, value = call.branches, call.branches[0].query, call.value
     reaches = _reaches(call, bias)
     if reaches is None:
-        blocks = blocks_of(spans, branches, kernel_for(query, value, bias is not None), bias)
+        kernel = kernel_for(query, value, bias is not None)
+        blocks = blocks_of(spans, branches, kernel, bias, forward=length is None)
         longest = max((block.q_length for block in blocks), default=0) if length is None else length
         for group in head_groups(query, value, longest):
             yield group, [(group, block) for block in blocks]
