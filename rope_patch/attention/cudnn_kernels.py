@@ -37,7 +37,7 @@ class CuDNN(FlashCUDA):
 
     Attributes:
         least: floating-point operations of a tile that is worth a plan: the smallest that was measured. For a run of
-            chunks a quarter suffices: its plan serves every text of as many chunks.
+            chunks half of it suffices: its plan serves every text of as many chunks.
         narrowest: width of a band that is worth its squares. On an H100 they took the time of flash at 1,024 tokens,
             and 0.56 of it at 4,096.
     """
@@ -73,7 +73,7 @@ class CuDNN(FlashCUDA):
         (batch, heads, q_length, dim), tile = work.q.shape, work.tile
         seen = work.k.shape[2] if tile.kind != "band" else min(tile.high - tile.low, work.k.shape[2])
         operations = (2 if tile.kind == "causal" else 4) * batch * heads * dim * q_length * seen
-        least = self.least if tile.count == 1 else self.least / 4
+        least = self.least if tile.count == 1 else self.least / 2
         return operations >= least and dim <= 128 and _ends_with_query(tile) and self._scores(work)
 
     def _scores(self, work: Work) -> bool:
@@ -126,7 +126,7 @@ class CuDNNWindows(CuDNN):
     def climbs(self, query: torch.Tensor, key: torch.Tensor, chunk: int) -> bool:
         """Whether stairs are worth a plan, are cuDNN's, and were right when they were tried."""
         _, heads, length, dim = query.shape
-        if dim > 128 or 2 * heads * dim * length * key.shape[2] < self.least / 4:
+        if dim > 128 or 2 * heads * dim * length * key.shape[2] < self.least / 2:
             return False
         q, k = query[:, :, :chunk], key[:, :, :chunk]
         one = Work(q, k, k, Tile(0, q.shape[2], 0, k.shape[2]), 1.0)

@@ -57,18 +57,19 @@ class Sum:
         self._sum: torch.Tensor | None = None
         self._is_written = False
 
-    def add(self, rows: slice, slots: slice, share: torch.Tensor, tile: Tile) -> None:
-        """The contribution of one tile, or of a run of them, which may be written to afterwards."""
-        if tile.count > 1 and not tile.has_gaps:
-            share = in_one(share, tile, len(self._part[rows]), slots.stop - slots.start, 0.0)
+    def add(self, rows: slice, slots: slice, share: torch.Tensor, run: Tile | None = None) -> None:
+        """The contribution of one tile, or of a `run` of them, which may be written to afterwards."""
+        gaps = run is not None and run.has_gaps
+        if run is not None and not gaps:
+            share = in_one(share, run, len(self._part[rows]), slots.stop - slots.start, 0.0)
         if self._sum is None and share.shape == self._part.shape:  # the first one, and it is for every token
             self._sum = share if self._disjoint else upcast(share)
             return
         if self._sum is None:
             self._sum = self._begun()
         here = self._sum[rows, :, slots.start - self._first : slots.stop - self._first]
-        if tile.has_gaps:
-            share, here = in_place(share, here, tile)
+        if run is not None and gaps:
+            share, here = in_place(share, here, run)
         if self._disjoint:
             here.copy_(share)
         else:

@@ -170,9 +170,10 @@ def backward(
                 of_query, of_key, of_values = kernel.backward(work, in_tile, of_bias)
                 if (turn := call.branches[piece.region].turn) is not None:
                     of_query = turn.part(block.rows, piece.queries).back()(upcast(of_query))
-                to_queries[piece.region].add(EVERY, piece.queries, of_query, piece.tile)
-                to_keys[piece.region].add(block.rows, piece.keys, of_key, piece.tile)
-                to_keys[-1].add(block.rows, piece.keys, of_values, piece.tile)
+                run = piece.tile if piece.tile.count > 1 else None
+                to_queries[piece.region].add(EVERY, piece.queries, of_query, run)
+                to_keys[piece.region].add(block.rows, piece.keys, of_key, run)
+                to_keys[-1].add(block.rows, piece.keys, of_values, run)
             _close(to_queries)
         _close(to_keys)
     firsts = zip(numbers, _are_first(numbers), strict=True)
