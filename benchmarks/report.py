@@ -154,8 +154,9 @@ def gpu_table(results: ResultFile) -> str:
 def _over_plain(row: Row | None) -> str:
     if row is None or row.ratio is None:
         return ""
-    missed = f" (of {row.target:g})" if row.target is not None and row.ratio > row.target else ""
-    return f"{_number(row.ratio)}{missed}"
+    if row.target is not None and row.ratio > row.target:
+        return f"{row.ratio:.3f} (of {row.target:g})"
+    return _number(row.ratio)
 
 
 def scheme_of(name: str) -> str:
