@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report
 from benchmarks.results import ResultFile, Row
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.scheme_specs import display_name
@@ -140,6 +141,49 @@ def ratio(name: str, shown: dict[str, Row]) -> str:
     found = shown[f"{name}/bfloat16"].ratio
     assert found is not None, name
     return f"{found:.2f}"
+
+
+def test_the_h200() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    now, before = (ResultFile.read(ROOT / f"benchmarks/results/{name}.json") for name in ("h200", "h200_before"))
+    found = report.GPU_TABLE.search(page)
+    assert found is not None
+    assert found[0].strip() == report.gpu_table(now)
+    text = " ".join(page[page.index("## On a GPU") : page.index("## On an H100")].split())
+    rows, old = ({row.name: row for row in file.rows} for file in (now, before))
+    assert all(row.error is None for file in (now, before) for row in file.rows)
+
+    def of(name: str, shown: dict[str, Row] = rows) -> str:
+        return ratio(name, shown)
+
+    for told in (
+        f"took {of('forward/rerope/8192', old)} at 8,192 tokens and {of('forward/rerope/32768', old)} at 32,768, "
+        f"DCA's {of('forward/dca/8192', old)} and {of('forward/dca/32768', old)}",
+        f"a compiled token {of('generate/rerope/8192', old)} under ReRoPE and {of('generate/dca/8192', old)} under DCA",
+        f"one {of('token/rerope/grouped/8192', old)} and {of('token/dca/grouped/8192', old)}",
+        f"takes {of('part/windows/near/8192')} of plain attention's whole time by cuDNN's window, "
+        f"{of('part/flash/near/8192')} by FlashAttention-2 and {of('part/cudnn/near/8192')} in squares",
+        f"takes {of('executor/merged/rerope/8192')} by region and cuDNN, {of('executor/intervals/rerope/8192')} by "
+        f"interval masks, {of('executor/fused/rerope/8192')} by the Triton kernel, "
+        f"{of('executor/flex/rerope/8192')} by FlexAttention",
+        f"{of('read/dca/8192', old)} instead of {of('read/dca/8192')} for a prompt",
+    ):
+        assert told in text
+    assert max(row.value or 0 for row in now.rows if row.name.startswith("value/")) < 0.006
+    calls = json.loads((ROOT / "benchmarks/results/h200_profile.json").read_text())["calls"]
+    assert f"keeps the host for {calls['forward/rerope/8192']['host']:.2f} ms" in text
+    usage = " ".join((ROOT / "docs/how-to/gpu.md").read_text().split())
+    for scheme, name in (("ReRoPE", "rerope"), ("Self-Extend", "self_extend"), ("DCA", "dca")):
+        assert f"{scheme} {1000 * (rows[f'forward/{name}/32768/bfloat16'].seconds or 0):.1f}" in usage
+        assert f"{scheme} {1000 * (rows[f'read/{name}/8192/bfloat16'].seconds or 0):.1f}" in usage
+        assert f"{scheme} {1000 * (rows[f'generate/{name}/8192/bfloat16'].seconds or 0) / 64:.2f}" in usage
+        assert f"{scheme} {1000 * (rows[f'token/{name}/grouped/8192/bfloat16'].seconds or 0):.2f}" in usage
+    assert f"busy for {calls['forward/rerope/8192']['device']:.3f} ms" in usage
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    alone = [of(f"forward/rerope/{length}") for length in (32768, 8192)]
+    assert "takes {} times plain attention at 32,768 tokens and {} times at 8,192".format(*alone) in readme
+    tokens = [of("generate/rerope/8192"), of("token/rerope/grouped/8192")]
+    assert "takes {} times compiled and {} times eager".format(*tokens) in readme
 
 
 def test_the_h100() -> None:
