@@ -96,55 +96,49 @@ class Demo:
         """Send what a thread of the server found, as JSON."""
         return json_response(found)
 
-    def ids(self, document: str, question: str, beginning: str = "") -> list[int]:
-        """Write a prompt as ids: one message of a chat and the beginning of its answer, or, without a chat template, a
-        text to continue.
-        """
+    def ids(self, document: str, question: str) -> list[int]:
+        """Write a prompt as ids: one message of a chat, or, without a chat template, a text to continue."""
         text = "\n\n".join(filter(None, (document, question)))
-        if not self.chat:
-            return ids_to_continue(self.tokenizer, text)
-        words = self.tokenizer(beginning, add_special_tokens=False).input_ids if beginning else []
-        return [*self.patched.in_template([{"role": "user", "content": text}]), *words]
+        if self.chat:
+            return self.patched.in_template([{"role": "user", "content": text}])
+        return ids_to_continue(self.tokenizer, text)
 
     def prompts(self, body: bytes) -> dict[str, Any]:
         """Read a document and a question: the ids of the prompt, and of the truncated one or why there is none."""
         asked = requests.parse(requests.PromptRequest, limits.read_json(body))
-        document, question, beginning = asked.document.strip("\r\n"), asked.question.strip(), asked.beginning.strip()
+        document, question = asked.document.strip("\r\n"), asked.question.strip()
         if not document.strip():
             raise Refusal("the text is empty: paste one, or fill in the example")
         limits.check_prompts([document], 1, self.limit)
-        prompt = self.ids(document, question, beginning)
+        prompt = self.ids(document, question)
         _, new = self.patched.admit(asked, prompt, asked.max_tokens)
         truncated, note = None, "Prompt and answer fit into L, so nothing is cut: see the plain model."
         if len(prompt) + new > self.trained:
-            truncated = self.truncated(document, question, beginning, self.trained - new)
+            truncated = self.truncated(document, question, self.trained - new)
             note = f"The question and an answer of {new} tokens leave no room for text within L = {self.trained}."
         return {"prompt": prompt, "truncated": truncated, "note": None if truncated else note}
 
-    def truncated(self, document: str, question: str, beginning: str, room: int) -> list[int] | None:
+    def truncated(self, document: str, question: str, room: int) -> list[int] | None:
         """Put the question behind as many last tokens of the document as fit into `room`; None without any."""
         tokens = self.tokenizer(document, add_special_tokens=False).input_ids
-        kept = min(len(tokens), room - len(self.ids("", question, beginning)) if question else room)
+        kept = min(len(tokens), room - len(self.ids("", question)) if question else room)
         while kept > 0:
-            ids = self.ids(self.tokenizer.decode(tokens[-kept:]), question, beginning)
+            ids = self.ids(self.tokenizer.decode(tokens[-kept:]), question)
             if len(ids) <= room:
                 return ids
             kept -= len(ids) - room
         return None
 
     def example(self, _: bytes) -> dict[str, Any]:
-        """Make a document of two training lengths with its answer at the far end, a question, and for a chat the
-        beginning of the answer: a small model that has the number before it may still speak about it.
-        """
+        """Make a document of two training lengths, with its answer at the far end, and a question."""
         if self.chat:
             opening, question = f"{TASK} {KEY.format(key=71432)} ", "What is the pass key?"
-            filler, beginning = f"{' '.join(FILLER)} ", "The pass key is"
+            filler = f"{' '.join(FILLER)} "
         else:
-            opening, question, beginning = PASSAGE, PASSAGE.partition("\n")[0], ""
+            opening, question = PASSAGE, PASSAGE.partition("\n")[0]
             filler = "\n".join(load_text()["text"][::-1])
         room = min(2 * self.trained, self.limit) - self.patched.max_tokens - SLACK
-        room = max(0, room - len(self.ids(opening, question, beginning)))
+        room = max(0, room - len(self.ids(opening, question)))
         filler = (filler * (1 + limits.BYTES_PER_TOKEN * room // len(filler)))[: limits.BYTES_PER_TOKEN * room]
         tokens = self.tokenizer(filler, add_special_tokens=False).input_ids[:room]
-        document = opening + self.tokenizer.decode(tokens)
-        return {"document": document, "question": question, "beginning": beginning}
+        return {"document": opening + self.tokenizer.decode(tokens), "question": question}

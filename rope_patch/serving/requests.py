@@ -147,13 +147,10 @@ class ChatRequest(GenerationRequest):
 
 
 class PromptRequest(DrawnRequest):
-    """A question of the page of `rope-patch demo-chat`: a document, what is asked of it at its end, and the first words
-    of the answer to a chat.
-    """
+    """A question of the page of `rope-patch demo-chat`: a document, and what is asked of it at its end."""
 
     document: str
     question: str = ""
-    beginning: str = ""
     max_tokens: Count | None = None
 
 

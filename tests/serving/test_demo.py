@@ -167,19 +167,6 @@ def test_a_chat_is_one_message_and_keeps_its_template_when_truncated(chat):
     assert len(found["truncated"]) <= L - NEW
 
 
-def test_an_answer_to_a_chat_may_be_begun_and_the_truncated_one_too(chat, client):
-    tokenizer = parts()[1]
-    found = prompt_of(chat, beginning=" It is ").json()
-    for ids in (found["prompt"], found["truncated"]):
-        assert tokenizer.decode(ids).endswith(f"{QUESTION} #\nIt is")
-    assert len(found["truncated"]) <= L - NEW
-    example = chat.post("/example", json={}).json()
-    assert example["beginning"] == "The pass key is"
-    assert client.post("/example", json={}).json()["beginning"] == ""
-    # without a template there is no answer to begin: the question is continued
-    assert prompt_of(client, beginning="It is").json() == prompt_of(client).json()
-
-
 def test_a_folder_answers_under_its_own_scheme_and_without_it(chat):
     about = chat.get("/about").json()
     assert about["chat"]
