@@ -1,4 +1,4 @@
-"""What the time of a call consists of on a GPU: the host's time, and the kernels by their time on the device.
+"""Profiles of calls on a GPU: the time that the host needs, and the kernels by their time on the device.
 
 python -m benchmarks.profiled [--device cuda] [--only 'token*'] [--out runs/gpu]
 """

@@ -140,8 +140,8 @@ def headline(results: ResultFile) -> str:
 
 
 def gpu_table(results: ResultFile) -> str:
-    """What a user meets on a GPU, over the unpatched model or plain attention: work by scheme, as markdown; a scheme
-    that was not measured has an empty cell, and a target that was missed stands behind its figure.
+    """Table of a GPU as markdown: time over the unpatched model or plain attention, by work and scheme. A scheme that
+    was not measured has an empty cell, and a target that was missed stands behind its figure.
     """
     rows = {row.name: row for row in results.rows}
     lines = [("", *map(display_name, GPU_SCHEMES)), ("---",) * (1 + len(GPU_SCHEMES))]

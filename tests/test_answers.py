@@ -206,7 +206,7 @@ def test_schemes_add_up():
     assert ReRoPE(window=8) + LogN() + YaRN(factor=2) == get_scheme("rerope:window=8+logn+yarn:factor=2")
     with pytest.raises(SlotConflict, match="both own the slot 'segments'"):
         ReRoPE(window=8) + SelfExtend(group_size=2, window=8)
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(InvalidField, match="'logn' is not a scheme"):
         ReRoPE(window=8) + "logn"
 
 

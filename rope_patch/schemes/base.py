@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, g
 
 import torch
 
-from rope_patch.errors import InvalidField, MissingField, NotExpressible
+from rope_patch.errors import MissingField, NotExpressible
 from rope_patch.graphs import traced
 from rope_patch.schemes.rules import rules_of
 from rope_patch.schemes.slots import Checkpoint, ModelShape, Pairs, Region, Target, Tokens
@@ -208,30 +208,8 @@ class Scheme(metaclass=_SchemeType):
             rule.check(self)
 
     def __add__(self, other: Scheme) -> Scheme:
-        """Compose both schemes side by side, as `Compose(self, other)` does.
-
-        Raises:
-            InvalidField: the other side is the text of a scheme.
-        """
-        if isinstance(other, str):
-            raise InvalidField(
-                f"{self} + {other!r} adds text to a scheme: write get_scheme({other!r}) in its place, or all of it as "
-                f"text: {f'{self}+{other}'!r}"
-            )
-        return type(self).composition(self, other) if isinstance(other, Scheme) else NotImplemented  # type: ignore[call-arg]
-
-    def __radd__(self, other: str) -> Scheme:
-        """Refuse text on the left, as `+` does on the right.
-
-        Raises:
-            InvalidField: the other side is the text of a scheme.
-        """
-        if isinstance(other, str):
-            raise InvalidField(
-                f"{other!r} + {self} adds a scheme to text: write get_scheme({other!r}) in its place, or all of it as "
-                f"text: {f'{other}+{self}'!r}"
-            )
-        return NotImplemented
+        """Compose both schemes side by side, as `Compose(self, other)` does."""
+        return type(self).composition(self, other)  # type: ignore[call-arg]
 
     def frequencies_on(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
         """Like `frequencies`, but pairs that the checkpoint does not rotate stay so, unless the scheme chooses its

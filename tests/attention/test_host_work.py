@@ -1,4 +1,4 @@
-"""What the host does for one call of regions on a GPU: the calls of Python, the operators, and what is found once."""
+"""The work of the host for one call of regions on a GPU: calls of Python, operators, and what is found once."""
 
 from __future__ import annotations
 

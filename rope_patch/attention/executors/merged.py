@@ -352,7 +352,7 @@ def _runs(branch: Branch, kernel: Kernel, unbiased: bool, climbs: bool) -> Runs:
 
 @functools.lru_cache(maxsize=64)
 def _blocks_without_bias(spans: tuple[Span, ...], regions: tuple[Cut, ...], kernel: Kernel) -> tuple[Block, ...]:
-    """The same for every layer, in backward as in forward, and for every text of one length: found once."""
+    """The tiles of a call without a bias, found once for all its layers and for every text of one length."""
     return tuple(_blocks([Biased(kernel, span, None) for span in spans], regions))
 
 
