@@ -72,8 +72,8 @@ class Compose(Combined):
         for scheme in schemes:
             if not isinstance(scheme, Scheme):
                 raise InvalidField(
-                    f"Compose: {scheme!r} is not a scheme; pass scheme objects such as ReRoPE(window=512), or write all "
-                    "of it as text: patch(model, 'rerope:window=512+logn')"
+                    f"Compose: {scheme!r} is not a scheme; pass scheme objects such as ReRoPE(window=512), or write "
+                    "all of it as text: patch(model, 'rerope:window=512+logn')"
                 )
         if not schemes:
             raise InvalidField("Compose: no scheme was given; pass at least one")
