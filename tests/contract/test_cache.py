@@ -260,6 +260,11 @@ def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, sums, mo
     assert_close(in_static[mask.bool()], expected[mask.bool()])
 
 
+@pytest.mark.parametrize("sums", [False, True])
+def test_regions_of_a_whole_cache_share_one_softmax_in_a_graph(llama, sums, monkeypatch):
+    test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, "dca:chunk_size=9,local_window=2", sums, monkeypatch)
+
+
 @pytest.mark.parametrize("kind", ["left pads", "right pads", "packed"])
 @pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi", "xpos:scale_base=8"])
 def test_no_mask_of_all_pairs_is_made_for_pads_and_documents(llama, spec, kind, monkeypatch):
