@@ -48,7 +48,7 @@ class CuDNN(FlashCUDA):
 
     @property
     def eager(self) -> CuDNN:
-        """The same kernel for the smallest tiles, as a trial needs it."""
+        """A copy of the kernel that also takes the smallest tiles, for its trial."""
         return dataclasses.replace(self, least=0, narrowest=0)
 
     def forward(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:

@@ -300,7 +300,7 @@ class FlashCUDA(Kernel):
 
     @property
     def eager(self) -> FlashCUDA:
-        """The same kernel for the smallest tiles, as a trial needs it."""
+        """The kernel as its trial needs it, for the smallest tiles: itself, which takes all."""
         return self
 
     def band_rows(self, width: float) -> int:

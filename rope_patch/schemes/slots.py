@@ -225,7 +225,7 @@ class Region:
 
     @property
     def bounds(self) -> Bounds:
-        """What decides which pairs belong to the region, without the positions that rotate them."""
+        """The numbers that say which pairs belong to the region, without the positions that rotate them."""
         return self.start, self.stop, self.chunk, self.keys_below
 
     def contains(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:

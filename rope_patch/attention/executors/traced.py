@@ -107,7 +107,10 @@ def _by_one_softmax(parts: list[Part], scaling: float) -> tuple[torch.Tensor, to
 
 def _without_repeats(scores: list[torch.Tensor], parts: list[Part]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Join the scores of all parts that are the whole cache: a query sees a slot in one region, and the scores of all
-    others have the lowest number there. Then values are read once. Returns scores and the values that they weigh.
+    others have the lowest number there. So values are read once.
+
+    Returns:
+        the scores, and for each the values that they weigh.
     """
     narrow = [(x, part.values) for x, part in zip(scores, parts, strict=True) if not part.whole]
     of_cache = [(x, part.values) for x, part in zip(scores, parts, strict=True) if part.whole]
