@@ -28,7 +28,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def of_readers() -> Iterator[str]:
     """An overview, and a section for each reader."""
-    yield "| reader | `--for` | version | known | deviations now | of the past |"
+    yield "| reader | `--for` | version | known | deviations in this version | fixed before it |"
     yield "|---|---|---|---|---|---|"
     for reader in READERS:
         past = [each for each in reader.deviations if is_past(reader, each)]
@@ -39,7 +39,7 @@ def of_readers() -> Iterator[str]:
 
 
 def section(reader: Reader) -> Iterator[str]:
-    """The section of one reader: which words it takes, its deviations, and facts that are not established."""
+    """The section of one reader: the words that it takes, its deviations, and facts that are not established."""
     yield f"\n## {reader.name}\n"
     yield f"{reader.version}, {reader.known}: {reader.source}\n"
     yield f"It takes {reader.takes}.\n"
@@ -49,11 +49,11 @@ def section(reader: Reader) -> Iterator[str]:
         since = f" ({limit.begun})" if limit.begun else ""
         yield f"It limits texts to max_position_embeddings under {', '.join(limit.types)}{since}.\n"
     if reader.deviations:
-        yield "| it | versions | instead | source |"
+        yield "| what it does | versions | what to do instead | source |"
         yield "|---|---|---|---|"
         for each in reader.deviations:
-            where = f" ({', '.join(each.layers)} alone)" if each.layers else ""
-            some = "; other texts as stated" if each.partly else ""
+            where = f" (only {', '.join(each.layers)})" if each.layers else ""
+            some = "; it computes other texts as the config says" if each.partly else ""
             yield _row(f"{each.words}{where}{some}", versions(each), each.cure, each.source)
         yield ""
     if reader.unknown:
@@ -61,19 +61,19 @@ def section(reader: Reader) -> Iterator[str]:
 
 
 def versions(deviation: Deviation) -> str:
-    """When it holds."""
+    """The versions for which a deviation holds, in words."""
     begin, end = deviation.since or deviation.begun, deviation.until or deviation.ended
-    return " ".join([f"since {begin}" if begin else "", f"before {end}" if end else ""]).strip() or "all read"
+    return " ".join([f"since {begin}" if begin else "", f"before {end}" if end else ""]).strip() or "all that were read"
 
 
 def is_past(reader: Reader, deviation: Deviation) -> bool:
-    """Whether the version of the table does so no more."""
+    """Whether the version in the table no longer has the deviation."""
     return not deviation.holds_for(reader.version, reader.version)
 
 
 def of_bugs() -> Iterator[str]:
     """A row for each bug."""
-    yield "| program | it | when | a config that shows it | vector | thread |"
+    yield "| program | what it does | versions | a config that shows it | vector | thread |"
     yield "|---|---|---|---|---|---|"
     for bug in BUGS:
         shown = f"`{json.dumps(bug.config)}`" if bug.config else ""

@@ -46,9 +46,11 @@ def table(name: str) -> str:
             if line != WINDOW and WINDOW in found:
                 lines.append(_row("", display_name(WINDOW), found[WINDOW]))
     if not lines:
-        return "Not yet."
-    head = ["| where | line | " + " | ".join(f"{k}L" for k in MULTIPLES) + " |", "|---|---|" + "---:|" * len(MULTIPLES)]
-    return "NLL of the same tokens, in nats per token.\n\n" + "\n".join([*head, *lines])
+        return "No file of results has this scheme yet."
+    columns = " | ".join(f"{k}L" for k in MULTIPLES)
+    head = [f"| where | scheme | {columns} |", "|---|---|" + "---:|" * len(MULTIPLES)]
+    sentence = "The table shows the NLL of the same tokens at each length, in nats per token."
+    return "\n".join([sentence, "", *head, *lines])
 
 
 def best_line(name: str, found: dict[str, dict[int, Cell]]) -> str | None:

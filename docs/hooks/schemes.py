@@ -21,6 +21,7 @@ from scheme_measurements import table  # type: ignore[import-not-found]
 from scheme_pictures import draw  # type: ignore[import-not-found]
 
 from rope_patch.schemes import list_schemes, scheme_class
+from rope_patch.schemes.base import TRAINING
 from rope_patch.schemes.target import takes_target
 
 FOLDER = "reference/schemes"
@@ -61,13 +62,13 @@ def of_slot(slot: str) -> list[str]:
 
 
 def example(name: str) -> str:
-    """What `patch` takes after the model."""
+    """The arguments of `patch` after the model."""
     usual = f'"{name}", target=8192' if takes_target(scheme_class(name)) else f'"{name}"'
     return FACTS.get(name, {}).get("use", usual)
 
 
 def _fields(scheme: dict[str, Any]) -> str:
-    """What each field may be, by the rule in its annotation."""
+    """A table of the fields with their defaults and the values that their rules allow."""
     rows = [f"| `{field}` | {scheme['fields'][field]} | {words} |" for field, words in scheme["allowed"].items()]
     return "\n".join(["| field | default | allowed |", "|---|---|---|", *rows]) if rows else ""
 
@@ -88,7 +89,7 @@ def _with_facts(path: str) -> str:
             _fields(scheme),
             f"**Use it when** {facts['when']}" if facts else f"It {scheme['summary']}.",
             f"**Measured.** {table(name)}",
-            f"**Fills** {slots}. **Needs:** {scheme['needs']}.",
+            f"**Slots.** It fills {slots}. **Training.** {TRAINING[scheme['needs']].capitalize()}.",
             f"**Source.** [{scheme['source']}]({scheme['link']}), {scheme['year']}{code}.",
             f"::: {path}\n    options:\n      heading_level: 3\n      show_root_toc_entry: false\n",
         ]
