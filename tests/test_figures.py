@@ -56,7 +56,7 @@ def test_the_families_of_the_readme() -> None:
 @pytest.mark.parametrize(("model", "column"), [("tinyllama", 1), ("smollm2", 4)])
 def test_the_passkeys(model: str, column: int) -> None:
     page = (ROOT / "docs/passkey.md").read_text()
-    section = page[page.index("| scheme | TinyLlama 2048 (L)") : page.index("Task `spans` on")]
+    section = page[page.index("| scheme | TinyLlama 2048 (L)") : page.index("has the task `spans` on")]
     names = {"plain": "plain checkpoint", "yarn": "YaRN", "rerope": "ReRoPE", "self_extend": "Self-Extend"}
     found: dict[tuple[str, int], list[float]] = {}
     for row in Rows(RESULTS / f"passkey/{model}_30.jsonl").rows:
