@@ -56,7 +56,7 @@ def test_the_families_of_the_readme() -> None:
 @pytest.mark.parametrize(("model", "column"), [("tinyllama", 1), ("smollm2", 4)])
 def test_the_passkeys(model: str, column: int) -> None:
     page = (ROOT / "docs/passkey.md").read_text()
-    section = page[page.index("| scheme | TinyLlama 2048 (L)") : page.index("Task `spans` on")]
+    section = page[page.index("| scheme | TinyLlama 2048 (L)") : page.index("has the task `spans` on")]
     names = {"plain": "plain checkpoint", "yarn": "YaRN", "rerope": "ReRoPE", "self_extend": "Self-Extend"}
     found: dict[tuple[str, int], list[float]] = {}
     for row in Rows(RESULTS / f"passkey/{model}_30.jsonl").rows:
@@ -156,19 +156,24 @@ def test_the_h200() -> None:
     def of(name: str, shown: dict[str, Row] = rows) -> str:
         return ratio(name, shown)
 
+    def line(name: str, *places: str, shown: dict[str, Row] = rows) -> str:
+        return " | ".join(["", name, *(of(place, shown) if place else "" for place in places), ""]).strip()
+
     for told in (
-        f"took {of('forward/rerope/8192', old)} at 8,192 tokens and {of('forward/rerope/32768', old)} at 32,768, "
-        f"DCA's {of('forward/dca/8192', old)} and {of('forward/dca/32768', old)}",
-        f"a compiled token {of('generate/rerope/8192', old)} under ReRoPE and {of('generate/dca/8192', old)} under DCA",
-        f"one {of('token/rerope/grouped/8192', old)} and {of('token/dca/grouped/8192', old)}",
-        f"takes {of('part/windows/near/8192')} of plain attention's whole time by cuDNN's window, "
-        f"{of('part/flash/near/8192')} by FlashAttention-2 and {of('part/cudnn/near/8192')} in squares",
-        f"takes {of('executor/merged/rerope/8192')} by region and cuDNN, {of('executor/intervals/rerope/8192')} by "
-        f"interval masks, {of('executor/fused/rerope/8192')} by the Triton kernel, "
-        f"{of('executor/flex/rerope/8192')} by FlexAttention",
+        line("attention alone, 8,192 tokens", "forward/rerope/8192", "forward/dca/8192", shown=old),
+        line("attention alone, 32,768 tokens", "forward/rerope/32768", "forward/dca/32768", shown=old),
+        line("a compiled token after 8,192", "generate/rerope/8192", "generate/dca/8192", shown=old),
+        line("an eager token after 8,192", "token/rerope/grouped/8192", "token/dca/grouped/8192", shown=old),
+        line("cuDNN's window", "part/windows/near/8192", "part/windows/near/32768"),
+        line("FlashAttention-2", "part/flash/near/8192", "part/flash/near/32768"),
+        line("cuDNN in squares", "part/cudnn/near/8192", "part/cudnn/near/32768"),
+        line("by region and cuDNN", "executor/merged/rerope/8192", "executor/merged/dca/8192"),
+        line("interval masks", "executor/intervals/rerope/8192", "executor/intervals/dca/8192"),
+        line("Triton kernel", *(f"executor/fused/{scheme}/8192" for scheme in ("rerope", "dca", "alibi"))),
+        line("FlexAttention", "executor/flex/rerope/8192"),
         f"{of('read/dca/8192', old)} instead of {of('read/dca/8192')} for a prompt",
     ):
-        assert told in text
+        assert told in text, told
     assert max(row.value or 0 for row in now.rows if row.name.startswith("value/")) < 0.006
     calls = json.loads((ROOT / "benchmarks/results/h200_profile.json").read_text())["calls"]
     assert f"keeps the host for {calls['forward/rerope/8192']['host']:.2f} ms" in text
@@ -210,15 +215,14 @@ def test_the_h100() -> None:
     decoded = [span(scheme, "grouped/32768", "4096") for scheme in ("rerope", "self_extend", "dca")]
     assert ", ".join([*decoded, span("xpos", "32768", "4096")]) in text
     assert f"one large matrix product {file.ceiling['bfloat16']:.0f}" in text
-    milliseconds = [
-        round(1000 * seconds)
-        for name in ("kernel/rerope", "kernel/dca", "kernel-training/rerope")
-        for row in [rows[f"{name}/32768/bfloat16"]]
-        for seconds in (row.yardstick_seconds or 0, row.seconds or 0)
-    ]
-    one, two, three, four, five, six = milliseconds
-    assert f"took {one} ms forward under ReRoPE, where regions took {two}, and {three} under DCA" in text
-    assert f"where they took {four}; with backward {five} and {six}" in text
+    for name, work in (
+        ("kernel/rerope", "ReRoPE, forward"),
+        ("kernel/dca", "DCA, forward"),
+        ("kernel-training/rerope", "ReRoPE, with backward"),
+    ):
+        row = rows[f"{name}/32768/bfloat16"]
+        regions, kernel = (round(1000 * (seconds or 0)) for seconds in (row.seconds, row.yardstick_seconds))
+        assert f"| {work} | {regions} | {kernel} |" in text
     done = {name: part["result"] for name, part in json.loads((RESULTS / "gpu/h100.json").read_text())["done"].items()}
     served, without = (done[f"serve/plain{how}"]["tokens_per_second"] for how in ("", " without cuDNN"))
     assert f"wrote {served:.0f} tokens a second in a batch of 16 after 2,048, and {without:.0f} after" in text

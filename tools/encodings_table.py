@@ -103,8 +103,8 @@ def notes_on(rows: Any, costs: Any) -> list[str]:
         notes.append(f"the rows were made with {states} states of this library, see `commit` in each")
     if costs is not None:
         notes.append(
-            "speed: tokens per second of a training step over those of rope, taken in turn, median with quartiles; "
-            "memory: bytes saved for backward over those of rope "
+            "speed: tokens per second of a training step relative to rope, measured in turn, median with quartiles; "
+            "memory: bytes saved for backward relative to rope "
             f"({costs.device.iloc[0]}, threads: {costs.threads.iloc[0]})"
         )
     failed = rows[rows.failure.notna()].drop_duplicates(["encoding", "failure"])

@@ -35,7 +35,7 @@ def test_the_table_of_drope_is_that_of_its_chart():
         ("plain", 0): "plain checkpoint",
         ("nope", 0): "NoPE, not trained",
         ("nope", 40): "NoPE, recalibrated at L",
-        ("nope+logn", 40): "the same with log-n",
+        ("nope+logn", 40): "NoPE, recalibrated at L, with log-n",
         ("yarn:factor=4", 0): "YaRN (factor 4), not trained",
         ("yarn:factor=4", 40): "YaRN (factor 4), trained at 4L",
     }

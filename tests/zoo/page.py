@@ -19,37 +19,43 @@ VERDICTS = ("right", "table", "refused", "not built", "WRONG", "FOREIGN")
 
 _HEAD = """# Families
 
-How this library treats every model type of Transformers {version} with a vocabulary: decoders, encoders, both, and the
-text part of image and audio models. `make zoo` builds a tiny random model of each type, checks it and writes this
-page. T5 and models with a table of positions also have suites of their own (`tests/models`).
+**{counts}**
 
-- **right**: every scheme that is not refused gives the expected result.
-- **table**: it adds a table of learned positions (as BERT, GPT-2 and OPT do) and runs under `hierarchical`
-  ([tables of positions](absolute.md)).
-- **refused**: the error names the reason, and the model stays as it was.
-- **not built**: its config does not give a tiny random model.
-- **WRONG** and **FOREIGN**: a result is not the expected one, or an error comes from another library. There are none.
+This page covers every model type of Transformers {version} that has a vocabulary: decoders, encoders, encoder-decoders,
+and the text part of image and audio models. `make zoo` builds a tiny random model of each type, checks it and writes
+this page. T5 and models with a table of positions also have test suites of their own (`tests/models`).
 
-| check | expected result |
+| verdict | meaning |
 |---|---|
-| `native` | the checkpoint's own scheme, scored late: the plain model |
-| `beyond` | `rerope` with a window beyond the text: the plain model |
-| `rerope` | a narrow window: the module's own projections at constant positions, and dense attention in float64 |
-| `alibi` | the plain model without rotation, and a dense bias |
-| `pi`, `yarn` | new tables: the late mount if layers can be scored, and plain Transformers with the exported config |
-| `cache` | a prompt in two pieces and single tokens: one forward |
-| `pads` | three rows with left pads: each row alone |
-| `unpatch` | tensors, attributes, hooks, configs and outputs, bit for bit |
+| right | every scheme that is not refused gives the expected result |
+| table | the model adds [learned positions](absolute.md), as BERT and GPT-2 do, and runs under `hierarchical` |
+| refused | the error names the reason, and the model does not change |
+| not built | the config does not give a tiny random model |
+| WRONG | a result differs from the expected one |
+| FOREIGN | an error comes from another library |
 
-Differences are in standard deviations of the outputs; up to {tolerance:g} counts as right. A scheme must change outputs
-by five times as much, or the check proves nothing. Checks that the plain model itself fails are left out.
+Each check compares a patched model with an expected result:
 
-{counts}
+| check | patched model | expected result |
+|---|---|---|
+| `native` | the checkpoint's own scheme under the late mount (attention rotates) | the plain model |
+| `beyond` | `rerope` with a window beyond the text | the plain model |
+| `rerope` | `rerope` with a narrow window | dense attention in float64, from projections at constant positions |
+| `alibi` | `alibi` | the plain model without rotation, with a dense bias |
+| `pi`, `yarn` | new rotary tables | the late mount where it works, and plain Transformers with the exported config |
+| `cache` | a prompt in two pieces, then single tokens | one forward |
+| `pads` | three rows with left pads | each row alone |
+| `unpatch` | the model after `unpatch` | its tensors, attributes, hooks, configs and outputs, bit for bit |
+
+Differences are in standard deviations of the outputs. A difference of up to {tolerance:g} counts as right. A scheme
+must change the outputs by five times as much, or the check proves nothing. Checks that the plain model itself fails are
+left out.
 
 ## Every type
 
-The site has a table here, with the largest difference and the reasons of every type. Without it:
-`python -c "from tests.zoo import page; print(page.table())"`, from [the rows](results/zoo/zoo.jsonl).
+On the site, this section has a table with the verdict, the largest difference and the reasons of every type. A star
+marks the types in the contract suite. To print the table from [the rows](results/zoo/zoo.jsonl), run
+`python -c "from tests.zoo import page; print(page.table())"`.
 
 <!-- table of the zoo -->
 """
@@ -83,7 +89,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     return _HEAD.format(
         version=rows[0]["transformers"],
         tolerance=TOLERANCE,
-        counts=f"Of {len(rows)} types: {counts}. (*: in the contract suite.)",
+        counts=f"Of {len(rows)} model types: {counts}.",
     )
 
 
