@@ -95,11 +95,11 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
     """Run the command.
 
     Args:
-        words: of the command line; by default those of this process.
-        program: the name under which it was called.
+        words: arguments of the command line; by default those of this process.
+        program: the name under which the command was called.
 
     Returns:
-        exit status, see the top of this file; 141 if whoever read stdout went away.
+        exit status, see the top of this file; 141 if the reader of stdout went away.
     """
     words = sys.argv[1:] if words is None else words
     try:
@@ -119,7 +119,7 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
 
 
 def _answered(options: argparse.Namespace) -> tuple[dict[str, Any] | None, str, int]:
-    """Answer the command: as JSON if that was asked for, else in words; and the exit status."""
+    """Return the command's answer, as JSON if you asked for it and else in words, and the exit status."""
     options.checkpoints += options.model
     asked = [name for each in options.readers for name in each.split(",") if name]
     if options.all:
