@@ -3,7 +3,7 @@
 With a vocabulary of 128,000, the logits of 32,000 tokens and their gradient are 32 GB of float32: more than anything
 else in the step. Here a few rows pass through the head at a time, and their gradient is computed in the forward,
 
-    d loss / d states[rows] and d loss / d head += gradient of these rows,
+    d loss / d states[rows]  and  d loss / d head += gradient of these rows,
 
 so that no tensor of the size of the vocabulary outlives its rows. The backward only scales these gradients. There is no
 additional work: every row passes through the head once forward and once backward, as with all logits.
