@@ -7,9 +7,9 @@
     rope-patch finetune --model DIR --scheme yarn:target=auto --length 16384 --text books.jsonl --output runs/mine
     accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/finetune.py CONFIG
 
-`transformers.Trainer` trains each scheme on its own from the same checkpoint. A share of the text is held out. Its
-tokens are scored before, during and after the training, from contexts of several lengths, beside the plain checkpoint
-and attention cut at its training length L. Run the same command again to resume.
+`transformers.Trainer` trains each scheme on its own from the same checkpoint. A share of the text is held out. The
+held-out tokens are scored before, during and after the training, from contexts of several lengths. The plain checkpoint
+and a sliding window of its training length L are scored for comparison. Run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rope_patch.json_files import read_settings
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    """What to train, on what, and where the results go."""
+    """The options of a fine-tuning."""
 
     schemes: Specs  # scheme to train, each on its own; target=auto means --length; plain trains the checkpoint as it is
     length: Length  # tokens of a training row: the context length to teach
@@ -95,13 +95,13 @@ class Options(Measured):
 
 KEPT = "model length text dataset layout pose_chunks pose_row method rank alpha dropout batch_size learning_rate"
 KEPT += " warmup_steps weight_decay warm_start_steps precision dtype seed targets"
-"""What may not differ between two starts on one output."""
+"""Options that may not differ between two starts on one output."""
 
 SKIPPING = ("pose", "cream", "randomized")
-"""Layouts of rows whose positions skip."""
+"""Layouts whose rows have positions with skips."""
 
 COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluate_every rank pose_chunks pose_row"
-"""What must be at least 1."""
+"""Options that must be at least 1."""
 
 
 def main(options: Options) -> None:
@@ -148,10 +148,10 @@ def main(options: Options) -> None:
 
 
 def cost_of(options: Options, trained: int) -> str:
-    """How many tokens the training of each scheme reads, as a sentence.
+    """The number of tokens that the training of each scheme reads, as a sentence.
 
     Args:
-        trained: L in tokens, of which rows consist whose positions skip.
+        trained: L in tokens, which is the length of rows whose positions skip.
     """
     tokens = row_length_of(options, trained)
     every = f" for each of {len(options.schemes)} schemes" if len(options.schemes) > 1 else ""
@@ -162,7 +162,7 @@ def cost_of(options: Options, trained: int) -> str:
 
 
 def row_length_of(options: Options, trained: int) -> int:
-    """Tokens of a row, which are fewer than --length where positions skip."""
+    """The number of tokens in a row, which is less than --length if positions skip."""
     return (options.pose_row or trained) if options.layout in SKIPPING else options.length
 
 
@@ -200,7 +200,7 @@ def check(options: Options) -> None:
 
 
 def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
-    """The documents to train on, those to measure on, and what the latter are called."""
+    """The documents to train on, the documents to measure on, and the name of the latter."""
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import DOCUMENTS, hold_out
 
@@ -220,7 +220,7 @@ def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
 
 
 def finetune(options: Options, spec: str, documents: Any, measured: dict[str, Any]) -> None:
-    """One scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
+    """Train under one scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
     from transformers import default_data_collator, set_seed
 
     from rope_patch.data import randomized
@@ -294,7 +294,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
 
 def load_plain(options: Options, spec: str) -> Any:
-    """The checkpoint without the scheme under which it may have been saved."""
+    """Load the checkpoint, without the scheme under which it may have been saved."""
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.saving.loading import default_checkpoint, load_model
 
@@ -309,7 +309,7 @@ def load_plain(options: Options, spec: str) -> Any:
 
 
 def training_arguments(options: Options, folder: Path) -> Any:
-    """The options in the words of `transformers.Trainer`."""
+    """Convert the options to arguments of `transformers.Trainer`."""
     from accelerate import PartialState
     from transformers import TrainingArguments
 
@@ -344,7 +344,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
 
 
 def folder_of(options: Options, spec: str) -> Path:
-    """Where the results of a scheme are."""
+    """The folder of a scheme's results."""
     return Path(options.output, "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in spec))
 
 

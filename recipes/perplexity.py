@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/perplexity_tiny.yaml
     rope-patch perplexity --context-parallel 2 --lengths 65536
 
-The table always includes the plain checkpoint (plain), the same on truncated text, the last L tokens alone (cut), and
-on a sliding window of L tokens (window); --no-references leaves them out. Results are saved as you go: run the same
+The table also has the plain checkpoint (plain), the plain checkpoint on truncated text, the last L tokens only (cut),
+and a sliding window of L tokens (window); --no-references leaves them out. Results are saved as you go: run the same
 command again to resume. Several processes divide the windows and write the same rows as one.
 """
 

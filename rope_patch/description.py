@@ -145,8 +145,7 @@ def _unpatched(model: nn.Module, stack: Stack) -> str:
 
 
 def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[LayerState]) -> Iterable[tuple[str, str]]:
-    """The rows on layers under one scheme, whose defaults are filled in; `states` are the states of all patched layers.
-    """
+    """The rows on layers under one scheme, whose defaults are filled in; `states` has all patched layers."""
     own = set(map(id, stack.layers))
     states = [state for state in states if id(state.layer) in own]
     lost = plan is not None and lost_positions(stack, plan.scheme)

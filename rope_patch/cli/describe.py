@@ -1,11 +1,12 @@
-"""Show which positions a checkpoint computes, or would under a scheme.
+"""Show which positions a checkpoint computes, or would compute under a scheme.
 
     rope-patch describe
     rope-patch describe --scheme rerope:window=128+logn
     rope-patch describe --scheme rerope:window=128+logn --attention 1024
 
-With a scheme: where it is mounted, which layers are left alone, which distances a few pairs of positions get; with
---attention also which executor scores each layer in a text of so many tokens, and why no other one does.
+With a scheme, the table shows where the scheme is mounted, which layers stay unchanged, and the rotated distances of a
+few pairs of positions. --attention adds which executor scores each layer in a text of so many tokens, and why no other
+executor does.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def ids_of_length(model: Any, length: int) -> Any:
     """Some tokens of a vocabulary, `(1, length)`.
 
     Raises:
-        EvaluationError: there would be none.
+        EvaluationError: the length is below 1.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Rows of tokens to train on, made of documents: packed one after another, or every piece a row of its own."""
+"""Rows of tokens to train on, made from documents: packed one after another, or with every piece in its own row."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def training_rows(
     Args:
         documents: a dataset or a stream with `name` and `text`; the tokenizer's special tokens stand in front of each
             document, and the end-of-text token closes it.
-        vocabulary: how many tokens the model knows.
-        pack: fill every row, see `packed`; otherwise see `cut`.
-        short: of a packed row, see `packed`.
-        seed: of the order of the documents.
-        shuffle_buffer: documents among which a stream is shuffled; None for a dataset.
-        allow_short: accept documents of which none fills a row.
+        vocabulary: number of tokens that the model knows.
+        pack: fill every row, see `packed`; if False, see `cut`.
+        short: length of the short pieces in packed rows, see `packed`.
+        seed: seed of the order of the documents.
+        shuffle_buffer: number of documents in the shuffle buffer of a stream; None for a dataset.
+        allow_short: accept documents even if none of them fills a row.
 
     Raises:
         EvaluationError: a token is beyond the vocabulary, or no document fills a row.
@@ -72,8 +72,8 @@ def packed(documents: list[list[int]], length: int, short: int | None = None) ->
     """Pack documents one after another into full rows. A document that is cut continues in the next row; `position_ids`
     start again with each piece, by which attention keeps the pieces apart.
 
-    With `short`, every second row is cut into pieces of at most so many tokens, so that what a model could do at its
-    training length is trained with the rest: the mixed windows of LongRoPE2 (2502.20082, section 3.3).
+    With `short`, every second row is cut into pieces of at most so many tokens, so that the model keeps its abilities
+    at its training length: the mixed windows of LongRoPE2 (2502.20082, section 3.3).
     """
     tokens = np.array([token for document in documents for token in document], dtype=int)
     places, begins = np.arange(len(tokens)), np.zeros(len(tokens), dtype=bool)
@@ -91,5 +91,5 @@ def packed(documents: list[list[int]], length: int, short: int | None = None) ->
 
 
 def cut(documents: list[list[int]], length: int) -> dict[str, Any]:
-    """Cut documents into pieces, and make every piece a row of its own."""
+    """Cut documents into pieces, and make every piece a separate row."""
     return {"input_ids": [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]}

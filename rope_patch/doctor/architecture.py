@@ -96,8 +96,7 @@ def architecture_of(model_type: str) -> Architecture | None:
 
 
 def unknown_architecture(fields: Mapping[str, Any]) -> Architecture:
-    """Llama's defaults, for a type that Transformers lacks; theta and the rotated share are read under any known name.
-    """
+    """Llama's defaults, for a type that Transformers lacks; theta and the rotated share may have any known name."""
     kinds = ("full_attention", "sliding_attention")
     has_two = any(fields.get(name) is not None for name in LOCAL_THETA)
     return Architecture(

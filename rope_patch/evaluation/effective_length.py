@@ -31,9 +31,9 @@ class EffectiveLength:
 def effective_length(rows: Sequence[Row]) -> EffectiveLength | None:
     """The longest length at which the mean score of a scheme is at least 0.85 of its best one at the shortest lengths.
 
-    The shortest lengths are all lengths up to L, or the first length if none is. `low` and `high` are the lengths at
-    which the mean, raised or lowered by two errors, still reaches the threshold. The errors are those of shares of as
-    many questions, which are at least as large as the errors of the scores.
+    The shortest lengths are all lengths up to L, or the first length if none is. `low` and `high` are the longest
+    lengths at which the mean, lowered or raised by two errors, still reaches the threshold. The errors are those of
+    shares of as many questions, which are at least as large as the errors of the scores.
 
     Source: Modarressi et al. 2025, "NoLiMa", arXiv 2502.05167, section 4.1.
 

@@ -19,8 +19,7 @@ Result = TypeVar("Result")
 
 
 def joined(cpu: bool = False) -> PartialState:
-    """Join the processes and return the state of this process; the first call decides whether they compute on the CPU.
-    """
+    """Join the processes and return the state of this one; the first call decides whether they compute on the CPU."""
     return PartialState(cpu=cpu or not torch.accelerator.is_available())
 
 

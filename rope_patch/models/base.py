@@ -263,8 +263,7 @@ class Stack:
 
     @property
     def max_length(self) -> int:
-        """The length L in tokens as users count it: the length that the checkpoint reads today, under its own scaling.
-        """
+        """The length L in tokens as users count it: what the checkpoint reads today, under its own scaling."""
         return self.checkpoint.max_length
 
     @property

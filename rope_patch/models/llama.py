@@ -121,8 +121,7 @@ def _copies(tables: RotaryTables, inside: Iterable[nn.Module]) -> tuple[nn.Modul
 
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
-    """Compare the tables with the frequencies that their module and their config describe, and note the result in them.
-    """
+    """Compare the tables with the frequencies that module and config describe, and note the result in the tables."""
     count = int(tables.inv_freq.count_nonzero())
     if 0 < count < tables.inv_freq.numel() and bool(tables.inv_freq[:count].all()):
         tables = dataclasses.replace(tables, rotating_pairs=count)

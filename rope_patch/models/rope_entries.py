@@ -131,8 +131,7 @@ def check_computable(config: Any) -> None:
 
 
 def main_layer_type(entries: dict[str | None, dict[str, Any]]) -> str | None:
-    """The layer type of `rope_entries` that represents a checkpoint: the type that sees the whole text, or the first.
-    """
+    """The layer type in `rope_entries` that represents a checkpoint: one that sees the whole text, or the first."""
     return next((name for name in ("full_attention", "compress") if entries.get(name)), next(iter(entries)))
 
 

@@ -30,8 +30,7 @@ Rows = tuple[int, ...]
 """The indices of some rows of a batch."""
 
 _SLOTS = "_rope_patch_slots"
-"""Attribute of positions in a cache that are known to equal the slots of the keys, so that a step need not read them.
-"""
+"""Attribute of positions in a cache that equal the slots of the keys, so that a step need not read them."""
 
 
 @dataclass(eq=False)

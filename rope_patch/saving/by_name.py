@@ -110,8 +110,7 @@ def _called() -> tuple[PreTrainedModel, Running]:
 
 
 def _mounted(model: PreTrainedModel, running: Running, config: Any) -> tuple[PatchHandle, Stack | None]:
-    """Patch the model if it is not patched yet; return its handle, and the stack whose forward began before the patch.
-    """
+    """Patch the model if it is not patched yet; return its handle, and the stack whose forward began earlier."""
     handle = find_handle(model)
     if handle is None:
         _check(model)

@@ -69,8 +69,7 @@ def class_in(*names: str) -> Case:
 
 
 def model_in(*names: str) -> Case:
-    """Whether `model_type` is one of the given types; a type that ends in `*` matches every type that begins with it.
-    """
+    """Whether `model_type` is one of the given types; a type that ends in `*` matches all that begin with it."""
     starts = tuple(name[:-1] for name in names if name.endswith("*"))
     return lambda layer: (
         layer.source.model_type in names or (bool(starts) and layer.source.model_type.startswith(starts))
@@ -192,8 +191,7 @@ def one_list(layer: Layer) -> Rotation:
 
 
 def of_lengths(rotation: Rotation) -> float:
-    """The ratio max_position_embeddings / L, which some readers take for the factor; 1 if the config states no maximum.
-    """
+    """The ratio max_position_embeddings / L, which some readers take for the factor; 1 if there is no maximum."""
     return rotation.longest / rotation.trained if rotation.longest and rotation.trained else 1.0
 
 
