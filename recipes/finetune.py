@@ -53,7 +53,7 @@ class Options(Measured):
     dtype: Name = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
     streaming: bool = False  # read the text during the training instead of before it
     shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
-    # form of the rows; under mixed every second one restarts after L tokens, under the last three positions skip
+    # layout of the rows; mixed: every second row restarts after L tokens; the last three: positions skip
     layout: Literal["packed", "padded", "mixed", "pose", "cream", "randomized"] = "packed"
     pose_chunks: int = 2  # under pose, number of pieces of a row
     pose_row: Count = None  # under pose, cream and randomized, tokens of a row (default: L)
@@ -76,7 +76,7 @@ class Options(Measured):
     merge: bool = False  # save whole weights instead of adapters
     steps: int = 400  # optimiser steps
     batch_size: int = 64  # rows in a step, over all processes
-    context_parallel: int = 1  # number of processes that share each row; started for you unless a launcher did
+    context_parallel: int = 1  # processes that share each row; started for you, unless by a launcher
     micro_batch_size: Count = None  # rows in one forward (default: all of a process)
     learning_rate: float = 2e-5  # learning rate of AdamW (0.9, 0.95), as in YaRN and LongLoRA
     warmup_steps: int = 20  # steps over which the learning rate rises
@@ -85,7 +85,7 @@ class Options(Measured):
     warm_start_steps: int = 0  # first steps, trained under position interpolation
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes by autocast and keeps float32 weights
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    # only plain holds the logits of a whole row; longce weighs tokens by what the far context gives them
+    # only plain holds the logits of a whole row; longce weighs tokens by their gain from far context
     loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"
     save_every: int = 50  # steps between two checkpoints to resume from; the newest is kept
     log_every: int = 10  # steps between two losses in the log
@@ -181,7 +181,7 @@ def check(options: Options) -> None:
     if options.device not in ("auto", "cpu"):
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
-        raise EvaluationError(f"dtype={options.dtype} is only for what adapters leave alone, with precision=bfloat16")
+        raise EvaluationError(f"dtype={options.dtype} is only for weights frozen by adapters, with precision=bfloat16")
     if options.pose_row and options.layout not in SKIPPING:
         raise EvaluationError(f"pose_row={options.pose_row} is only for layout=pose, cream and randomized")
     if options.position_ranges and options.layout != "randomized":
@@ -235,7 +235,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
     done = folder / "checkpoint" / "training.json"
     if done.exists() and read_settings(done) == facts:
-        say(f"{spec}: trained before, {done.parent} is there")
+        say(f"{spec}: already trained, {done.parent} exists")
         return
     model = load_plain(options, spec)
     language_model, stacks = find_language_model(model), read_stacks(model)
@@ -304,7 +304,7 @@ def load_plain(options: Options, spec: str) -> Any:
     if hasattr(model, "peft_config"):
         raise EvaluationError(f"{path} holds adapters; merge them before training on")
     if (learned := pop_scheme(model, say, f"trained under {spec} instead")) is not None:
-        raise EvaluationError(f"{path} was saved under {learned.scheme}; training would lose what that learned")
+        raise EvaluationError(f"{path} was saved under {learned.scheme}; training would lose its learned parameters")
     return model
 
 

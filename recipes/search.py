@@ -62,7 +62,7 @@ class Options(Measured):
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     generations: int = 40  # number of generations at most
     population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
-    protocol: Literal["repeat", "far", "last"] = "repeat"  # score what needs far context, or ordinary text
+    protocol: Literal["repeat", "far", "last"] = "repeat"  # score tokens that need far context, or ordinary text
     targets: Count = None  # number of scored tokens in each window (default: the protocol's own)
     documents: Count = None  # number of documents in each half, drawn at random (default: all)
     windows_per_document: Count = None  # windows scored in each document (default: the protocol's own)

@@ -53,18 +53,18 @@ ROUNDS = (
 @dataclass(kw_only=True)
 class Options(Measured):
     target: Length  # context length to reach: tokens, or a multiple of L such as 4x
-    schemes: Names = ()  # try only these, such as rerope yarn
+    schemes: Names = ()  # schemes to try, such as rerope yarn (default: all)
     regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune adds schemes made to be fine-tuned
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     budget_measurements: Count = None  # limit of new measurements, each of one candidate at one length
-    protocol: Literal["last", "repeat", "far"] = "last"  # ordinary text, or tokens that need what is far back
+    protocol: Literal["last", "repeat", "far"] = "last"  # score ordinary text, or tokens that need far context
     targets: Count = None  # number of scored tokens in each window (default: L, at most 4096)
     documents: Count = None  # number of documents in each half, drawn at random (default: all)
     windows_per_document: Count = None  # windows scored in each document (default: enough for 16 in each half)
     # try only schemes for this server: vllm, llama.cpp, or config (any that reads rope_parameters)
     serve: OptionalName = None
     output: Folder = "runs/sweep"  # folder for sweep.jsonl and sweep.png
-    dry_run: bool = False  # show what would be tried and measure nothing
+    dry_run: bool = False  # show the plan and measure nothing
 
 
 def main(options: Options) -> None:

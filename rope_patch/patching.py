@@ -107,7 +107,7 @@ def patch(
             raise UnsupportedModel(
                 f"{typed} scales a rotation, and {type(model).__name__} has none: it was trained with {lost}. Without "
                 "that its answers are noise until it is trained again. 't5' with interpolation=4, 'logn' and 'window' "
-                f"keep what it has. To train it under this one, write patch(model, {typed!r}, allow_untrained=True)"
+                f"keep that. To train it under {typed}, write patch(model, {typed!r}, allow_untrained=True)"
             )
         if warning := scheme_warning(scheme, mounted):
             warn(warning, stacklevel=outside())
@@ -232,7 +232,7 @@ def _check_record(record: Record, model: nn.Module, scheme: Scheme) -> None:
     """
     if record.positions is not None:
         raise AlreadyPatched(
-            f"{type(model).__name__} was saved with the table of {spelled(record.scheme)}; `repatch` takes it up"
+            f"{type(model).__name__} was saved with the table of {spelled(record.scheme)}; repatch(model) applies it"
         )
     if record.is_stated(find_stacks(model)[0][1].config):
         saved, typed = spelled(record.scheme), spelled(scheme)

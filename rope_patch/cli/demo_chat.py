@@ -97,7 +97,7 @@ def load_demo(options: Options) -> Demo:
     if carried is None or options.scheme is not None:
         scheme = scheme_at(spec, options.max_length or 4 * trained, [known])
     if scheme is None:
-        raise EvaluationError(f"--scheme {spec}: name a scheme; the plain model answers beside it anyway")
+        raise EvaluationError(f"--scheme {spec}: name a scheme; the page always shows the plain model, too")
     handle = patch(patched, scheme)
     check_paged(handle)
     limit = options.max_length or longest_text(handle, known)

@@ -23,7 +23,7 @@ class Options:
     # checkpoint: a folder, a GGUF file or a Hub ID (default: the small checkpoint of the recipes)
     model: OptionalFolder = None
     scheme: OptionalScheme = None  # scheme to apply, such as yarn:target=8192 or rerope:window=128+logn
-    attention: OptionalLength = None  # explain how the layers are scored in a text of so many tokens
+    attention: OptionalLength = None  # explain how each layer is scored in a text of this many tokens
     json: bool = False  # print one JSON document
 
 

@@ -47,7 +47,9 @@ def training_rows(
         texts = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
         rows = [front + ids + end for ids in texts if ids]
         if (highest := max((max(ids) for ids in rows), default=0)) >= vocabulary:
-            raise EvaluationError(f"token {highest} is beyond the model's {vocabulary}: another model's tokenizer")
+            raise EvaluationError(
+                f"token {highest} is beyond the model's {vocabulary} tokens: use the tokenizer of this model"
+            )
         return {"input_ids": rows}
 
     if shuffle_buffer is not None and not hasattr(documents, "n_shards"):
@@ -61,8 +63,9 @@ def training_rows(
     longest = max(map(len, tokens["input_ids"]), default=0)
     if not len(rows) or (longest < length and not allow_short):
         raise EvaluationError(
-            f"no document fills a row of {length} tokens: without what is held out the longest of {len(tokens)} has "
-            f"{longest}; short ones do not teach long distances; give longer ones, a smaller length or allow_short=true"
+            f"no document fills a row of {length} tokens: without held-out text the longest of {len(tokens)} has "
+            f"{longest}; short documents teach no long distances; use longer ones, a smaller length or "
+            "allow_short=true"
         )
     rows = rows.repeat(-(-batch_size // len(rows)))
     return rows.take(len(rows) // batch_size * batch_size)  # so that every step of an epoch is full

@@ -42,7 +42,7 @@ def fields_of_gguf(path: Path) -> dict[str, Any]:
             own, tensors = _header(file)
             lists = {key: _floats(file, tensors[name]) for name, key in _LISTS.items() if name in tensors}
         except (struct.error, OverflowError, MemoryError) as error:
-            raise Unreadable(f"{path} is not a GGUF file, or truncated: {error}") from error
+            raise Unreadable(f"{path} is not a GGUF file, or is truncated: {error}") from error
         except ValueError as error:
             raise Unreadable(f"{path} is not a GGUF file that is known here: {error}") from error
     architecture = own.get("general.architecture", "")

@@ -31,7 +31,7 @@ def complete_layers(cache: Cache, num_layers: int) -> list[Any]:
     """
     if type(cache).__len__ is not Cache.__len__:
         raise UnsupportedPositions(
-            f"a {type(cache).__name__} counts its layers in a way of its own and cannot keep more than keys; pass "
+            f"a {type(cache).__name__} numbers its layers in its own way and cannot keep more than keys; pass "
             "use_cache=False"
         )
     layers = cast(list[Any], cache.layers)

@@ -88,7 +88,7 @@ class PatchHandle:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(vars(self).get("model"), name):
             raise AttributeError(_IN_PLACE.format(f".{name}"))
-        undo = "; handle.remove() takes the scheme off" if name in ("unpatch", "undo", "restore", "close") else ""
+        undo = "; handle.remove() removes the scheme" if name in ("unpatch", "undo", "restore", "close") else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{undo}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:

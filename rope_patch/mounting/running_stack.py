@@ -18,9 +18,7 @@ from rope_patch.schemes.base import Scheme
 
 _LINK = "_rope_patch_stack"
 
-_COPIED = (
-    "this layer is a copy of {}, made while that was patched; unpatch the model, copy its layers, and patch it again"
-)
+_COPIED = "this layer was copied from {} while that was patched; unpatch the model, copy its layers, and patch it again"
 
 
 class StackLink:

@@ -133,7 +133,7 @@ class SaveAdapters(SaveModel):
             return _part_warning(self.notice, folder)
         if self._drops:
             scheme = self.notice.record.scheme
-            return f"{folder} lacks what {spelled(scheme)} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
+            return f"{folder} lacks weights of {spelled(scheme)}: patch before PEFT, with modules_to_save=[{NAME!r}]"
         base = Path(self.owner.base_model_name_or_path or "", CONFIG_NAME)
         beneath = Record.read(json.loads(base.read_text(encoding="utf-8"))) if base.is_file() else None
         if self.notice.is_stated and beneath is not None and beneath.scheme == self.notice.record.scheme:

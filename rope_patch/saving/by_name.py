@@ -80,7 +80,7 @@ def attend(
         handle, begun = _mounted(model, running, config)
         if begun is not None:
             unpatch(handle)
-            _refuse(model, "this call brings a mask of its own, so that Transformers asked for none")
+            _refuse(model, "this call passes its own mask, so Transformers asked for none")
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
     return function(module, query, key, value, *args, **kwargs)
@@ -102,10 +102,10 @@ def _called() -> tuple[PreTrainedModel, Running]:
                 begun.add(owner)
         frame = frame.f_back  # type: ignore[assignment]
     if not models:
-        raise UnsupportedModel(f"attn_implementation={IMPLEMENTATION!r} belongs to a model, and none is called")
+        raise UnsupportedModel(f"attn_implementation={IMPLEMENTATION!r} is for models, and no model is running")
     model = [each for each in models if models[0] in set(each.modules())][-1]
     if begun - running.keys():
-        _refuse(model, "`forward` is called past the hooks of the model: call the model itself")
+        _refuse(model, "`forward` was called without the hooks of the model: call the model itself")
     return model, running
 
 
@@ -172,7 +172,7 @@ def _caught_up(
         _refuse(model, f"{handle.scheme} changes what enters the model")
     if positions is not None and _COMPUTES.search(inspect.getsource(type(stack.module).forward)):
         unpatch(handle)
-        _refuse(model, "it computes with positions that count pads here, since none were passed")
+        _refuse(model, "this call passes no positions, so the model counts pads as positions")
     _Begun(model, handle, positions, passed, named).hook(stack)
     return groups
 

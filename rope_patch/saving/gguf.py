@@ -109,7 +109,7 @@ def _one_error(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (IndexError, KeyError, ValueError, struct.error) as error:
-        raise NoCheckpoint(f"{path} is not a GGUF file, or truncated: {error}") from error
+        raise NoCheckpoint(f"{path} is not a GGUF file, or is truncated: {error}") from error
 
 
 def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, Any]) -> Any:

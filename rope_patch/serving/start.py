@@ -40,7 +40,7 @@ def check_paged(handle: PatchHandle | None) -> None:
         EvaluationError: the scheme sums over earlier tokens.
     """
     if handle and (handle.scheme.stateful or "running_bias" in handle.scheme.methods):
-        reason = "a paged cache cannot keep what it sums up over earlier tokens"
+        reason = "a paged cache cannot keep its sums over earlier tokens"
         raise EvaluationError(f"{handle.scheme} is not served: {reason}")
 
 

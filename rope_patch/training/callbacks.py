@@ -164,7 +164,7 @@ class WarmStart(TrainerCallback):
     def __init__(self, scheme: Scheme | None, steps: int, factor: float) -> None:
         if scheme is not None and scheme.learns:
             raise EvaluationError(
-                f"a warm start before {scheme}: what it learns has to be there from the first step on"
+                f"a warm start before {scheme}: its learned parameters must exist from the first step on"
             )
         self.scheme, self.steps, self.start = scheme, steps, PositionInterpolation(factor=factor)
 
