@@ -36,7 +36,7 @@ class Found:
     """A file that a survey found, with its report or the reason why it has none.
 
     Attributes:
-        path: as it was found, relative to the working directory unless a pattern was absolute.
+        path: path of the file, relative to the working directory unless a pattern was absolute.
         report: the report on the config; None if it was not read.
         skipped: the reason why the survey does not read this file; else empty.
         unreadable: the reason why the file could not be read; else empty.

@@ -216,7 +216,7 @@ class Scheme(metaclass=_SchemeType):
         `chooses_pairs`.
 
         Args:
-            rotary, length, weights: as for `frequencies`.
+            rotary, length, weights: the arguments of `frequencies`.
         """
         frequencies = self.frequencies(rotary, length, weights)
         if rotary.rotating_pairs is None or self.chooses_pairs:
@@ -231,7 +231,7 @@ class Scheme(metaclass=_SchemeType):
 
         Args:
             rotary: width, base and training length of the checkpoint's rotations.
-            length: of each row in tokens, `(batch,)`; given if the scheme is `length_dependent`.
+            length: length of each row in tokens, `(batch,)`; given if the scheme is `length_dependent`.
             weights: given if the scheme has `learned_frequencies`.
 
         Raises:
@@ -245,8 +245,8 @@ class Scheme(metaclass=_SchemeType):
         of RoPE, refined.
 
         Args:
-            frequencies: of the other scheme, `(d/2,)` or `(batch, d/2)`.
-            rotary, weights: as of `frequencies`.
+            frequencies: frequencies of the other scheme, `(d/2,)` or `(batch, d/2)`.
+            rotary, weights: the arguments of `frequencies`.
         """
         return frequencies
 

@@ -92,7 +92,7 @@ def scheme_class(name: str) -> type[Scheme]:
     """The class behind a name.
 
     Args:
-        name: as registered, or as `find_name` understands it.
+        name: a registered name, or a spelling that `find_name` understands.
 
     Raises:
         UnknownScheme: no scheme has this name; the message lists the five nearest names.
