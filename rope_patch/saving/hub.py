@@ -68,14 +68,14 @@ def _reason(error: BaseException | None) -> str | None:
 
 
 def tell_absence(path: str | Path, error: OSError, otherwise: str | None = None) -> None:
-    """Raise an error that says why the Hub did not provide a name that is not local; for a local file, `error` names
-    the fault.
+    """If a name is not local, raise an error that says why the Hub did not provide it. For a local file the original
+    `error` already names the fault.
 
     Args:
         otherwise: the reason if Transformers gives none.
 
     Raises:
-        NoCheckpoint: always, with the reason.
+        NoCheckpoint: the name is not local, and the reason is known; the message has it.
     """
     if not Path(path).exists() and (reason := _reason(error) or otherwise):
         raise NoCheckpoint(
