@@ -9,7 +9,7 @@ then scored on the same held-out bytes from contexts of 1, 2, 4 and 8 times that
 `linear rope`, trains the model with linear attention. Results are saved as you go: run the same command again to
 resume. Two processes may share one output if `--only` gives them different encodings. `--costs` times a training step
 of each encoding instead: both models take their steps in turn in one process, so that other work on the machine slows
-both, and the ratio is taken within each turn. Memory is what autograd keeps between the two passes, because the CPU's
+both, and the ratio is taken within each turn. Memory is the bytes that autograd keeps between the passes: the CPU's
 allocator counts no peak. `python -m tools.encodings_table` draws the table and the chart of the documentation.
 """
 
@@ -87,7 +87,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Train and measure what is missing, then write the table and the chart of all rows."""
+    """Train and measure missing encodings, then write the table and the chart of all rows."""
     import torch
     from transformers.utils import logging
 
@@ -143,9 +143,9 @@ def scheme_of(spec: str) -> Any:
 
 
 def read_texts(options: Options) -> dict[str, Any]:
-    """The bytes to train on and those held out, each document closed by a zero, and the windows that are scored.
+    """The bytes to train on, the held-out bytes, each document closed by a zero, and the windows that are scored.
 
-    The settings that all rows of a table share are kept beside the rows.
+    Settings that all rows of a table share are kept beside the rows.
     """
     import torch
 
@@ -195,7 +195,7 @@ class Bytes:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, which have its `FIELDS`; a last line that was cut off by a kill is dropped."""
+    """The rows of a file, which have its `FIELDS`; a last line that a kill has truncated is dropped."""
     content = path.read_bytes() if path.exists() else b""
     rows, size = read_rows(path, content, partial(read_fields, allowed=FIELDS.get(path.name, {})))
     if size < len(content):
@@ -211,7 +211,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
 def train_and_score(
     spec: str, seed: int, lengths: list[int], texts: dict[str, Any], options: Options
 ) -> list[dict[str, Any]]:
-    """A row per length. An encoding that fails gets rows with the reason, and the others continue."""
+    """Measure a row per length. An encoding that fails gets rows with the reason, and the others continue."""
     import torch
 
     from rope_patch.evaluation.nll import chunked_nll
@@ -258,7 +258,7 @@ def train_and_score(
 
 
 def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
-    """The patched model before it is trained, and the parameters that the encoding brought."""
+    """Build the patched model before training, and return it with the parameters that the encoding adds."""
     import torch
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
@@ -291,7 +291,7 @@ def build(spec: str, seed: int, options: Options) -> tuple[Any, list[Any]]:
 
 
 def train(model: Any, learned: list[Any], spec: str, seed: int, texts: dict[str, Any], options: Options) -> None:
-    """Train in place, from the newest checkpoint where a stopped training left one, and keep the loss curve."""
+    """Train in place, from the newest checkpoint if a stopped training left one, and keep the loss curve."""
     import torch
     from transformers import PrinterCallback, TrainingArguments
 
@@ -341,7 +341,7 @@ def train(model: Any, learned: list[Any], spec: str, seed: int, texts: dict[str,
 
 
 def draw(stream: Any, seed: int, step: int, options: Options) -> list[dict[str, Any]]:
-    """The batch of a step: a function of the seed and the step alone."""
+    """Draw the batch of a step, which depends only on the seed and the step."""
     import torch
 
     random = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -363,7 +363,7 @@ def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 
 def make_optimizer(model: Any, learned: list[Any], options: Options) -> Any:
-    """AdamW with weight decay on the matrices, without those that the encoding learns."""
+    """AdamW with weight decay on the matrices, except those that the encoding learns."""
     import torch
 
     spared = {id(parameter) for parameter in learned}
@@ -374,7 +374,7 @@ def make_optimizer(model: Any, learned: list[Any], options: Options) -> Any:
 
 
 def measure_costs(encodings: tuple[str, ...], stream: Any, options: Options) -> None:
-    """Append a row to `costs.jsonl` for each of these encodings that has none."""
+    """Append a row to `costs.jsonl` for each encoding that has none."""
     path = Path(options.output) / "costs.jsonl"
     for spec in encodings:
         if spec not in {row["encoding"] for row in read(path)}:
@@ -424,7 +424,7 @@ def cost_of(spec: str, stream: Any, options: Options) -> dict[str, Any]:
 
 
 def kept_for_backward(model: Any, forward: Callable[[], Any]) -> int:
-    """Bytes that autograd keeps between a forward pass and its backward pass, every storage once, without weights."""
+    """Bytes that autograd keeps between a forward and its backward pass, every storage once, without weights."""
     import torch
 
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -443,7 +443,7 @@ def kept_for_backward(model: Any, forward: Callable[[], Any]) -> int:
 
 
 def report(rows: list[dict[str, Any]], options: Options) -> None:
-    """Mean and spread over the seeds: a table, the same as JSON, and a chart, beside the rows."""
+    """Write mean and spread over the seeds beside the rows: as a table, as JSON, and as a chart."""
     from rope_patch.evaluation.standard_errors import best_of_seeds
 
     newest = {(row["encoding"], row["length"], row["seed"]): row for row in rows}
@@ -478,7 +478,7 @@ def report(rows: list[dict[str, Any]], options: Options) -> None:
 
 
 def table(cells: list[dict[str, Any]], training_length: int) -> list[str]:
-    """The lines of a table in Markdown: an encoding each, a column for every length."""
+    """The lines of a table in Markdown, with a line for every encoding and a column for every length."""
     lengths = sorted({cell["length"] for cell in cells})
     header = ["encoding", "slot", "new parameters", *(f"{length // training_length}L" for length in lengths)]
     rows_of: dict[str, list[str]] = {}
@@ -494,7 +494,7 @@ def table(cells: list[dict[str, Any]], training_length: int) -> list[str]:
 
 
 def draw_chart(cells: list[dict[str, Any]], caption: str, options: Options) -> None:
-    """Loss against length; bands are a standard deviation over the seeds to either side."""
+    """Draw loss against length, with bands of one standard deviation over the seeds on either side."""
     from rope_patch.evaluation import charts
 
     lines, lengths = {}, sorted({cell["length"] for cell in cells})

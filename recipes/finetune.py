@@ -7,9 +7,9 @@
     rope-patch finetune --model DIR --scheme yarn:target=auto --length 16384 --text books.jsonl --output runs/mine
     accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/finetune.py CONFIG
 
-`transformers.Trainer` trains each scheme on its own from the same checkpoint. A share of the text is held out. Its
-tokens are scored before, during and after the training, from contexts of several lengths, beside the plain checkpoint
-and attention cut at its training length L. Run the same command again to resume.
+`transformers.Trainer` trains each scheme on its own from the same checkpoint. A share of the text is held out. The
+held-out tokens are scored before, during and after the training, from contexts of several lengths. The plain checkpoint
+and a sliding window of its training length L are scored for comparison. Run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from rope_patch.json_files import read_settings
 
 @dataclass(kw_only=True)
 class Options(Measured):
-    """What to train, on what, and where the results go."""
+    """The options of a fine-tuning."""
 
     schemes: Specs  # scheme to train, each on its own; target=auto means --length; plain trains the checkpoint as it is
     length: Length  # tokens of a training row: the context length to teach
     dtype: Name = "float32"  # dtype of frozen weights; bfloat16 halves the memory of a checkpoint under adapters
     streaming: bool = False  # read the text during the training instead of before it
     shuffle_buffer: int = 1000  # documents in the shuffle buffer of a stream
-    # form of the rows; under mixed every second one restarts after L tokens, under the last three positions skip
+    # layout of the rows; mixed: every second row restarts after L tokens; the last three: positions skip
     layout: Literal["packed", "padded", "mixed", "pose", "cream", "randomized"] = "packed"
     pose_chunks: int = 2  # under pose, number of pieces of a row
     pose_row: Count = None  # under pose, cream and randomized, tokens of a row (default: L)
@@ -76,7 +76,7 @@ class Options(Measured):
     merge: bool = False  # save whole weights instead of adapters
     steps: int = 400  # optimiser steps
     batch_size: int = 64  # rows in a step, over all processes
-    context_parallel: int = 1  # number of processes that share each row; started for you unless a launcher did
+    context_parallel: int = 1  # processes that share each row; started for you, unless by a launcher
     micro_batch_size: Count = None  # rows in one forward (default: all of a process)
     learning_rate: float = 2e-5  # learning rate of AdamW (0.9, 0.95), as in YaRN and LongLoRA
     warmup_steps: int = 20  # steps over which the learning rate rises
@@ -85,7 +85,7 @@ class Options(Measured):
     warm_start_steps: int = 0  # first steps, trained under position interpolation
     precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 computes by autocast and keeps float32 weights
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    # only plain holds the logits of a whole row; longce weighs tokens by what the far context gives them
+    # only plain holds the logits of a whole row; longce weighs tokens by their gain from far context
     loss: Literal["chunked", "plain", "liger", "longce"] = "chunked"
     save_every: int = 50  # steps between two checkpoints to resume from; the newest is kept
     log_every: int = 10  # steps between two losses in the log
@@ -95,13 +95,13 @@ class Options(Measured):
 
 KEPT = "model length text dataset layout pose_chunks pose_row method rank alpha dropout batch_size learning_rate"
 KEPT += " warmup_steps weight_decay warm_start_steps precision dtype seed targets"
-"""What may not differ between two starts on one output."""
+"""Options that may not differ between two starts on one output."""
 
 SKIPPING = ("pose", "cream", "randomized")
-"""Layouts of rows whose positions skip."""
+"""Layouts whose rows have positions with skips."""
 
 COUNTED = "length steps batch_size micro_batch_size save_every log_every evaluate_every rank pose_chunks pose_row"
-"""What must be at least 1."""
+"""Options that must be at least 1."""
 
 
 def main(options: Options) -> None:
@@ -148,10 +148,10 @@ def main(options: Options) -> None:
 
 
 def cost_of(options: Options, trained: int) -> str:
-    """How many tokens the training of each scheme reads, as a sentence.
+    """The number of tokens that the training of each scheme reads, as a sentence.
 
     Args:
-        trained: L in tokens, of which rows consist whose positions skip.
+        trained: L in tokens, which is the length of rows whose positions skip.
     """
     tokens = row_length_of(options, trained)
     every = f" for each of {len(options.schemes)} schemes" if len(options.schemes) > 1 else ""
@@ -162,7 +162,7 @@ def cost_of(options: Options, trained: int) -> str:
 
 
 def row_length_of(options: Options, trained: int) -> int:
-    """Tokens of a row, which are fewer than --length where positions skip."""
+    """The number of tokens in a row, which is less than --length if positions skip."""
     return (options.pose_row or trained) if options.layout in SKIPPING else options.length
 
 
@@ -181,7 +181,7 @@ def check(options: Options) -> None:
     if options.device not in ("auto", "cpu"):
         raise EvaluationError(f"device={options.device} is not allowed; Trainer takes auto or cpu")
     if options.dtype != "float32" and (options.method == "full" or options.precision != "bfloat16"):
-        raise EvaluationError(f"dtype={options.dtype} is only for what adapters leave alone, with precision=bfloat16")
+        raise EvaluationError(f"dtype={options.dtype} is only for weights frozen by adapters, with precision=bfloat16")
     if options.pose_row and options.layout not in SKIPPING:
         raise EvaluationError(f"pose_row={options.pose_row} is only for layout=pose, cream and randomized")
     if options.position_ranges and options.layout != "randomized":
@@ -200,7 +200,7 @@ def check(options: Options) -> None:
 
 
 def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
-    """The documents to train on, those to measure on, and what the latter are called."""
+    """The documents to train on, the documents to measure on, and the name of the latter."""
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import DOCUMENTS, hold_out
 
@@ -220,7 +220,7 @@ def texts(options: Options, tokenizer: Any) -> tuple[Any, Any, str]:
 
 
 def finetune(options: Options, spec: str, documents: Any, measured: dict[str, Any]) -> None:
-    """One scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
+    """Train under one scheme, from the checkpoint to `<output>/<scheme>/checkpoint`."""
     from transformers import default_data_collator, set_seed
 
     from rope_patch.data import randomized
@@ -235,7 +235,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
     folder, facts = folder_of(options, spec), {"scheme": spec, "steps": options.steps, "merge": options.merge}
     done = folder / "checkpoint" / "training.json"
     if done.exists() and read_settings(done) == facts:
-        say(f"{spec}: trained before, {done.parent} is there")
+        say(f"{spec}: already trained, {done.parent} exists")
         return
     model = load_plain(options, spec)
     language_model, stacks = find_language_model(model), read_stacks(model)
@@ -294,7 +294,7 @@ def finetune(options: Options, spec: str, documents: Any, measured: dict[str, An
 
 
 def load_plain(options: Options, spec: str) -> Any:
-    """The checkpoint without the scheme under which it may have been saved."""
+    """Load the checkpoint, without the scheme under which it may have been saved."""
     from rope_patch.evaluation.measured_model import pop_scheme
     from rope_patch.saving.loading import default_checkpoint, load_model
 
@@ -304,12 +304,12 @@ def load_plain(options: Options, spec: str) -> Any:
     if hasattr(model, "peft_config"):
         raise EvaluationError(f"{path} holds adapters; merge them before training on")
     if (learned := pop_scheme(model, say, f"trained under {spec} instead")) is not None:
-        raise EvaluationError(f"{path} was saved under {learned.scheme}; training would lose what that learned")
+        raise EvaluationError(f"{path} was saved under {learned.scheme}; training would lose its learned parameters")
     return model
 
 
 def training_arguments(options: Options, folder: Path) -> Any:
-    """The options in the words of `transformers.Trainer`."""
+    """Convert the options to arguments of `transformers.Trainer`."""
     from accelerate import PartialState
     from transformers import TrainingArguments
 
@@ -344,7 +344,7 @@ def training_arguments(options: Options, folder: Path) -> Any:
 
 
 def folder_of(options: Options, spec: str) -> Path:
-    """Where the results of a scheme are."""
+    """The folder of a scheme's results."""
     return Path(options.output, "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in spec))
 
 

@@ -6,7 +6,7 @@
     python recipes/finetune_minimal.py
 
 It takes under a minute on a CPU. Copy it, and change the checkpoint, the texts, the scheme and the steps;
-`finetune.py` has options for all of them, references, adapters and more.
+`finetune.py` has options for all of these, and for references, adapters and more.
 """
 
 from __future__ import annotations

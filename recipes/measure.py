@@ -5,9 +5,9 @@
     python recipes/measure.py recipes/configs/real/qwen2.5-coder-1.5b.yaml --only last-code last-prose
 
 A plan is a YAML file. Under `runs` each run has a name, a `command` (perplexity, passkey, sweep ...) and the options of
-that command. Options beside `runs` hold for every run whose command has them. Each run writes into a folder of its name
-below `output`, and resumes there: give the same command again after a stop. At the end every run is summed up in a
-sentence.
+that command. Options beside `runs` hold for every run whose command has them. Each run writes into a folder with its
+name below `output`, and resumes there: run the same command again after a stop. At the end a sentence sums up every
+run.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def main(options: Options) -> None:
 
 
 OVERRULED = ("model", "device", "output")
-"""Options that the command line of `measure` puts over those of the plan."""
+"""Options with which the command line of `measure` overrules the plan."""
 
 
 def commands_of(path: Path, plan: dict[str, Any], overruled: dict[str, str | None]) -> dict[str, list[str]]:
     """The words of each run's command line, after `rope-patch`, by the name of the run.
 
     Args:
-        plan: what is in the file at `path`.
-        overruled: options by name that stand in place of the plan's; None leaves the plan's.
+        plan: content of the file at `path`.
+        overruled: options by name that replace the plan's; None keeps the plan's.
 
     Raises:
         EvaluationError: the plan lists no runs, a run has no command or an unknown one, or no command of the plan has

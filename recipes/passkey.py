@@ -95,7 +95,7 @@ def main(options: Options) -> Verdict | None:
 
 
 def shares(words: Sequence[str]) -> list[float]:
-    """Depths as they are typed: how many, evenly spaced from 0 to 1, or which."""
+    """Convert typed depths: a number of depths, evenly spaced from 0 to 1, or a list of depths."""
     from rope_patch.errors import EvaluationError
 
     try:

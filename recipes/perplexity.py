@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 2 recipes/perplexity.py recipes/configs/perplexity_tiny.yaml
     rope-patch perplexity --context-parallel 2 --lengths 65536
 
-The table always includes the plain checkpoint (plain), the same on truncated text, the last L tokens alone (cut), and
-on a sliding window of L tokens (window); --no-references leaves them out. Results are saved as you go: run the same
+The table also has the plain checkpoint (plain), the plain checkpoint on truncated text, the last L tokens only (cut),
+and a sliding window of L tokens (window); --no-references leaves them out. Results are saved as you go: run the same
 command again to resume. Several processes divide the windows and write the same rows as one.
 """
 
@@ -46,10 +46,10 @@ class Options(Measured):
     evaluator: OptionalFolder = None  # under longppl, the checkpoint that finds key tokens
     short_context: Count = None  # under longppl, tokens of its short contexts (default: 4096)
     stride: Count = None  # tokens between two windows of sliding, yarn_compat (256) and longppl (1024)
-    tokens_per_document: Count = None  # where whole documents are scored, tokens of each (default: all)
+    tokens_per_document: Count = None  # tokens of each document, if whole documents are scored (default: all)
     documents: Count = None  # number of documents, drawn at random (default: all)
     windows_per_document: Count = None  # windows scored in each document (default: enough for 16 in all)
-    context_parallel: int = 1  # number of processes that share each context; started for you unless a launcher did
+    context_parallel: int = 1  # processes that share each context; started for you, unless by a launcher
     output: Folder = "runs/perplexity"  # folder for perplexity.jsonl and perplexity.png
 
 

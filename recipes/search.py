@@ -6,11 +6,11 @@
     rope-patch search --model DIR --text book.txt --target 8x --candidates-per-forward 8
     torchrun --nproc-per-node 4 recipes/search.py --target 8x
 
-Lists of factors evolve from those of PI, NTK, YaRN and MrRoPE (docs/search.md). On one half of the text they are judged
-by what only a farther context can predict. On the other half, which chose nothing, the best one is compared with YaRN,
-also on ordinary text and at L. It is written as a `longrope` that every reader of `rope-patch export` takes. With
-`--by layer` curves over depth evolve instead, which give each layer a YaRN with a factor of its own. Results are saved
-as you go: run the same command again to resume.
+Lists of factors evolve from the lists of PI, NTK, YaRN and MrRoPE (docs/search.md). One half of the text scores them,
+on tokens that only a farther context can predict. The best list is then compared with YaRN on the other half, which was
+not used for the choice, also on ordinary text and at L. It is written as a `longrope` that every reader of `rope-patch
+export` accepts. With `--by layer` curves over depth evolve instead, which give each layer a YaRN with its own factor.
+Results are saved as you go: run the same command again to resume.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Options(Measured):
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     generations: int = 40  # number of generations at most
     population: int = 64  # size of the population; half of it are parents, and a generation has as many new lists
-    protocol: Literal["repeat", "far", "last"] = "repeat"  # score what needs far context, or ordinary text
+    protocol: Literal["repeat", "far", "last"] = "repeat"  # score tokens that need far context, or ordinary text
     targets: Count = None  # number of scored tokens in each window (default: the protocol's own)
     documents: Count = None  # number of documents in each half, drawn at random (default: all)
     windows_per_document: Count = None  # windows scored in each document (default: the protocol's own)
@@ -72,7 +72,7 @@ class Options(Measured):
 
 
 def main(options: Options) -> None:
-    """Measure the starts, let them evolve, and compare the best with YaRN."""
+    """Measure the starting lists, let them evolve, and compare the best with YaRN."""
     from rope_patch.data.corpora import load_text, name_of_text
     from rope_patch.data.held_out import halves
     from rope_patch.errors import MissingPackage
@@ -248,22 +248,22 @@ def main(options: Options) -> None:
 class Evolution:
     """Monotone evolution: no list slows a pair less than a faster pair.
 
-    Generation 0 is the starts. Each later one has mutations and crossovers of the best half population of all that was
-    measured, so the best never gets worse. A mutation moves pairs to places between their neighbours; a crossover takes
-    the fast pairs of one parent and the slow pairs of the other. A parent is the better of two that are drawn.
-    A generation follows from its number, the seed and the losses alone.
+    Generation 0 has the starting lists. Each later generation has mutations and crossovers of the best lists so far,
+    half a population of them, so the best never gets worse. A mutation moves pairs to places between their neighbours;
+    a crossover takes the fast pairs of one parent and the slow pairs of the other. A parent is the better of two that
+    are drawn. A generation depends only on its number, the seed and the losses.
 
     Source: LongRoPE2, 2502.20082 (population 64, 16 mutations with p = 0.3, 16 crossovers, 32 parents, step 0.01; its
-    code, branch `longrope2` of microsoft/LongRoPE, was not read); the mutation is that of LongRoPE, microsoft/LongRoPE
+    code, branch `longrope2` of microsoft/LongRoPE, was not read); the mutation comes from LongRoPE, microsoft/LongRoPE
     c9e56aa `evolution/algorithms/dim_mono.py`. Both fill the first population with mutations of the start; here only
     lists that the losses favour are mutated.
 
     Args:
-        starts: lists of one length, all factors from 1 to 1 + k.
+        starts: lists of equal length, with all factors from 1 to 1 + k.
         factor: k.
-        population: half of it are parents, a quarter each mutations and crossovers of a generation; at least 4.
-        chance: p, that a mutation moves a pair.
-        step: of the grid on which pairs move.
+        population: size of the population, at least 4: half are parents; a quarter each are mutations and crossovers.
+        chance: p, the probability that a mutation moves a pair.
+        step: step of the grid on which pairs move.
 
     Raises:
         EvaluationError: a start or the population is not allowed.
@@ -291,7 +291,7 @@ class Evolution:
         """The lists of a generation.
 
         Args:
-            losses: of all lists of the generations before it, in nats.
+            losses: losses of all lists of earlier generations, in nats.
         """
         if number == 0:
             return list(dict.fromkeys(self.starts))
@@ -310,7 +310,7 @@ class Evolution:
         return list(children)
 
     def mutated(self, factors: Factors, _: Factors, random: np.random.Generator) -> Factors:
-        """Each pair moves with the chance p to a random place between its neighbours."""
+        """Move each pair with the probability p to a random place between its neighbours."""
         found = [1.0, *factors, 1 + self.factor]
         for pair in range(1, len(found) - 1):
             if random.random() < self.chance:
@@ -320,7 +320,7 @@ class Evolution:
         return tuple(found[1:-1])
 
     def crossed(self, fast: Factors, slow: Factors, random: np.random.Generator) -> Factors:
-        """The fast pairs of one list and the slow pairs of another, which are slowed at least as much as the fast."""
+        """Join the fast pairs of one list and the slow pairs of another; the slow ones are slowed at least as much."""
         cut = int(random.integers(1, max(2, len(fast))))
         return tuple(np.maximum.accumulate([*fast[:cut], *slow[cut:]]).tolist())
 
@@ -331,8 +331,8 @@ class Curves(Evolution):
     takes the factor of every layer. A mutation moves points to any place within the bounds; a crossover takes the first
     points of one parent and the last points of the other.
 
-    Source: layers have factors of their own, on a Bezier curve that a genetic algorithm finds, in 2503.04355, of which
-    the abstract was read; the points, the bounds and the operators are this library's.
+    Source: 2503.04355, where layers have their own factors, on a Bezier curve that a genetic algorithm finds. Only its
+    abstract was read; the points, the bounds and the operators are this library's.
     """
 
     def check(self, start: Factors) -> None:
@@ -341,13 +341,13 @@ class Curves(Evolution):
             raise EvaluationError(f"start {start}: points must be from 1 to 1 + k = {1 + self.factor:g}")
 
     def mutated(self, factors: Factors, _: Factors, random: np.random.Generator) -> Factors:
-        """Each point moves with the chance p to a random place."""
+        """Move each point with the probability p to a random place."""
         moves = random.random(len(factors)) < self.chance
         places = (random.uniform(1, 1 + self.factor, len(factors)) / self.step).round() * self.step
         return tuple(np.where(moves, places.round(9), factors).tolist())
 
     def crossed(self, fast: Factors, slow: Factors, random: np.random.Generator) -> Factors:
-        """The first points of one curve and the last points of another."""
+        """Join the first points of one curve and the last points of another."""
         cut = int(random.integers(1, len(fast)))
         return (*fast[:cut], *slow[cut:])
 
@@ -361,7 +361,7 @@ def curves_to(factor: float) -> dict[str, Factors]:
 
 
 def over_depth(points: Factors, layers: int) -> Factors:
-    """The Bezier curve of some points at the depth of each layer, from 0 for the first one to 1 for the last, rounded
+    """The Bezier curve of some points at the depth of each layer, from 0 for the first layer to 1 for the last, rounded
     to 4 digits.
     """
     depths, last = np.linspace(0, 1, layers), len(points) - 1
@@ -378,10 +378,10 @@ def factors_of(scheme: Any, rotary: Any) -> Factors:
 
 
 def check(options: Options, trained: int) -> None:
-    """Refuse what cannot be searched.
+    """Refuse options that do not allow a search.
 
     Raises:
-        EvaluationError: names the option, its value and what is allowed.
+        EvaluationError: an option is wrong; the message names it, its value and what is allowed.
     """
     if options.target <= trained:
         raise EvaluationError(f"target={options.target} is not allowed; it has to be beyond L = {trained} tokens")
@@ -399,17 +399,17 @@ def check(options: Options, trained: int) -> None:
 
 
 def is_over(budget: float | None, seconds: float) -> bool:
-    """Whether a budget in minutes does not allow as many seconds."""
+    """Whether a number of seconds exceeds a budget in minutes."""
     return budget is not None and seconds >= 60 * budget
 
 
 def judge(rows: Sequence[Any], ordinary: Sequence[Any], command: str = NEXT["pair"]) -> Any:
-    """The verdict on the list that was found, from rows at L and at the target of text that did not choose it.
+    """The verdict on the best list, from rows at L and at the target, on text that was not used for the choice.
 
     Args:
-        rows: of the protocol that chose: of `COMPARED`, of what was found, and of the protocol's references.
-        ordinary: of protocol `last`: the same, and truncated text.
-        command: what you run next.
+        rows: rows of the protocol of the search: of `COMPARED`, of the best list, and of the protocol's references.
+        ordinary: rows of the protocol `last`: of the same lines and of truncated text.
+        command: the command to run next.
     """
     from rope_patch.evaluation.scheme_specs import display_name
     from rope_patch.evaluation.standard_errors import is_below, pairs_of
@@ -449,7 +449,7 @@ def at(rows: Sequence[Any], name: str) -> list[Any]:
 
 
 def apart(row: Any, other: Any) -> str:
-    """How far one loss is below or above another on the same text, with the error."""
+    """The difference of two losses on the same text in words, with its error."""
     from rope_patch.evaluation.standard_errors import paired_difference
 
     difference, error = paired_difference(row, other)
@@ -460,13 +460,13 @@ def apart(row: Any, other: Any) -> str:
 def picture(
     losses: Mapping[Any, float], starts: Mapping[str, Any], best: Any, path: Path, title: str, by: str = "pair"
 ) -> None:
-    """The best loss so far by the number of lists, and the factors of the best list and of the starts by pair, or by
-    depth.
+    """Draw the best loss so far against the number of lists, and the factors of the best list and of the starts by
+    pair, or by depth.
 
     Args:
-        losses: of all lists as they were measured, those of the starts first.
-        starts: the factors of each by name.
-        by: what has a factor of its own, `pair` or `layer`.
+        losses: losses of all lists in the order of measurement, the starts first.
+        starts: the factors of each start by name.
+        by: the unit with its own factor, `pair` or `layer`.
     """
     from rope_patch.evaluation import charts
     from rope_patch.evaluation.scheme_specs import display_name

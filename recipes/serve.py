@@ -11,9 +11,9 @@ r"""Serve a checkpoint under a scheme: an OpenAI endpoint with continuous batchi
 
 It serves completions, chat completions and responses, streamed or whole. Requests join and leave the batch at any
 time, each with its own temperature, top_p, seed, stop strings, n and logprobs. A folder that was saved under a scheme
-needs no --scheme. With --factors each request runs under the smallest one that covers it, or under its own rope_factor.
-What the server does not do gets a 400 with the reason. SIGTERM ends the server after the running requests, or after ten
-seconds.
+needs no --scheme. With --factors each request runs under the smallest factor that covers it, or under its own
+rope_factor. A request for anything else gets a 400 with the reason. SIGTERM ends the server after the running requests,
+or after ten seconds.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     accelerate launch --config_file recipes/configs/accelerate/ddp.yaml recipes/sft_shared_rows.py
 
 TRL's own context parallelism (`ParallelismConfig(cp_size=...)`) refuses packing, and its ring attention drops windows.
-Here documents of a packed row stay apart, and windows of a scheme or of the checkpoint hold. Losses and weights are
-those of one process. It takes a minute on two cores. Copy it, and change what stands in capitals.
+Here documents of a packed row stay apart, and windows of a scheme or of the checkpoint are kept. Losses and weights
+equal those of a single process. It takes a minute on two cores. Copy it, and change the constants in capitals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUTPUT = "runs/sft_shared_rows"
 
 
 class SharedSFTTrainer(ContextParallelTrainer, SFTTrainer):
-    """TRL's trainer, in which processes share rows."""
+    """TRL's trainer, with rows that processes share."""
 
 
 def main() -> None:

@@ -6,7 +6,7 @@
 
 Every scheme scores the same tokens of one half of the text, from the training length L up to the target. The best guess
 for each scheme comes first; the best schemes then get log-n, other values, and values in between. The other half of the
-text, which chose nothing, confirms the winner or does not. References such as truncated text (cut) are always
+text, which was not used for the choice, then tests the winner. References such as truncated text (cut) are always
 measured. Results are saved as you go: run the same command again to resume.
 """
 
@@ -53,18 +53,18 @@ ROUNDS = (
 @dataclass(kw_only=True)
 class Options(Measured):
     target: Length  # context length to reach: tokens, or a multiple of L such as 4x
-    schemes: Names = ()  # try only these, such as rerope yarn
+    schemes: Names = ()  # schemes to try, such as rerope yarn (default: all)
     regime: Literal["training-free", "fine-tune"] = "training-free"  # fine-tune adds schemes made to be fine-tuned
     budget_minutes: Amount = None  # time limit for everything, including the confirmation of the winner
     budget_measurements: Count = None  # limit of new measurements, each of one candidate at one length
-    protocol: Literal["last", "repeat", "far"] = "last"  # ordinary text, or tokens that need what is far back
+    protocol: Literal["last", "repeat", "far"] = "last"  # score ordinary text, or tokens that need far context
     targets: Count = None  # number of scored tokens in each window (default: L, at most 4096)
     documents: Count = None  # number of documents in each half, drawn at random (default: all)
     windows_per_document: Count = None  # windows scored in each document (default: enough for 16 in each half)
     # try only schemes for this server: vllm, llama.cpp, or config (any that reads rope_parameters)
     serve: OptionalName = None
     output: Folder = "runs/sweep"  # folder for sweep.jsonl and sweep.png
-    dry_run: bool = False  # show what would be tried and measure nothing
+    dry_run: bool = False  # show the plan and measure nothing
 
 
 def main(options: Options) -> None:
@@ -230,7 +230,7 @@ class Candidate:
     curve: tuple[tuple[str, float], ...] = ()  # fields that take the place of the value
 
     def line(self, checkpoint: Any, target: int) -> str:
-        """The line on a checkpoint, or on one with this L in tokens, as `get_scheme` spells it: `rerope:window=128`."""
+        """The line on a checkpoint, or for L in tokens, in the spelling of `get_scheme`: `rerope:window=128`."""
         from rope_patch.schemes import Checkpoint, get_scheme, scheme_class
         from rope_patch.schemes.slots import Target
 
@@ -254,7 +254,7 @@ class Candidate:
 
 
 def lengths_up_to(target: int, trained: int) -> list[int]:
-    """L, its doubles below the target, and the target, in tokens."""
+    """L, its doublings below the target, and the target, in tokens."""
     from rope_patch.errors import EvaluationError
 
     if target <= trained:
@@ -266,7 +266,7 @@ def lengths_up_to(target: int, trained: int) -> list[int]:
 
 
 def schemes_to_sweep(regime: str, only: Sequence[str]) -> list[tuple[str, Any]]:
-    """Names of schemes, and what each declares; those that keep distances as they were trained come first."""
+    """Names of schemes with their sweeps; schemes that keep distances as they were trained come first."""
     from rope_patch.errors import EvaluationError, did_you_mean
     from rope_patch.schemes import Scheme, list_schemes, scheme_class
 
@@ -284,7 +284,7 @@ def schemes_to_sweep(regime: str, only: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def candidates(number: int, swept: Sequence[tuple[str, Any]], measured: Mapping[Candidate, float]) -> list[Candidate]:
-    """What a round tries, from the NLL at the target of what the rounds before it tried."""
+    """The candidates of a round, from the NLL at the target of the candidates of earlier rounds."""
     if number == 1:
         return [Candidate(name, sweep, sweep.values[0]) for name, sweep in swept]
     order = sorted(measured, key=lambda candidate: measured[candidate])
@@ -309,8 +309,8 @@ def best_of_each(order: Sequence[Candidate]) -> list[Candidate]:
 
 
 def curves(measured: Mapping[Candidate, Mapping[int, float]], trained: int) -> list[Candidate]:
-    """Candidates of the last round, from the NLL by length of earlier ones: for the best schemes, if they have such a
-    rule, the curve through the best value at each length, among candidates that differ in their value alone.
+    """Candidates of the last round, from the NLL by length of earlier ones. For each of the best schemes that has a
+    `fit`, this is the curve through the best value at each length, among candidates that differ only in this value.
     """
     from rope_patch.schemes import scheme_class
 
@@ -328,8 +328,8 @@ def curves(measured: Mapping[Candidate, Mapping[int, float]], trained: int) -> l
 
 
 def lowest(losses: Mapping[float, float]) -> float:
-    """The value with the lowest loss: the vertex of the parabola through the best one tried and its two neighbours;
-    that one itself if it has one neighbour.
+    """The value with the lowest loss: the vertex of the parabola through the best tried value and its two neighbours;
+    the best value itself if it has only one neighbour.
     """
     values = sorted(losses)
     place = values.index(min(values, key=lambda value: losses[value]))
@@ -341,7 +341,7 @@ def lowest(losses: Mapping[float, float]) -> float:
 
 
 def server_named(name: str | None) -> str | None:
-    """A server as tables spell it."""
+    """The name of a server in tables."""
     from rope_patch.errors import EvaluationError, did_you_mean
     from rope_patch.saving.readers import SERVERS
 
@@ -352,7 +352,7 @@ def server_named(name: str | None) -> str | None:
 
 
 def is_served(server: str | None, config: Any, line: str) -> bool:
-    """Whether a server can compute the scheme of a line; without one every scheme is wanted."""
+    """Whether a server can compute the scheme of a line; True without a server."""
     return server is None or any(name.startswith(server) for name in servers_of(line, config))
 
 
@@ -365,7 +365,7 @@ def servers_of(line: str, config: Any) -> list[str]:
 
 
 def used_up(options: Options, seconds: float, measurements: int) -> str | None:
-    """The budget that does not allow as many new measurements, or that is over."""
+    """The budget that does not allow so many new measurements, or that is used up."""
     if options.budget_minutes is not None and seconds >= 60 * options.budget_minutes:
         return f"{options.budget_minutes:g} minutes"
     if options.budget_measurements is not None and measurements > options.budget_measurements:
@@ -374,7 +374,7 @@ def used_up(options: Options, seconds: float, measurements: int) -> str | None:
 
 
 def rank(rows: Mapping[str, Sequence[Any]]) -> list[str]:
-    """The lines from best to worst at the target; among equals, the one that is better over all lengths."""
+    """The lines from best to worst at the target; of equal lines, the better over all lengths comes first."""
     lines = sorted(rows, key=lambda line: rows[line][-1].nll)
     equals = [line for line in lines if rows[line][-1].nll <= rows[lines[0]][-1].nll + TIE]
     best = min(equals, key=lambda line: fmean(row.nll for row in rows[line]), default=None)
@@ -389,16 +389,17 @@ def timed(measure: Any) -> tuple[float, Any]:
 
 
 def advice(options: Options) -> str:
-    """The command to run next if nothing was tried: with twice the time, or to see what would be tried."""
+    """The command to run next if no candidate was tried: twice the time, or `--dry-run`."""
     more = f"--budget-minutes {2 * options.budget_minutes:g}" if options.budget_minutes else "--dry-run"
     return f"sweep --target {options.target} {more}"
 
 
 def recommend(confirmation: Mapping[str, Sequence[Any]], best: str) -> tuple[Any, float, float | None]:
-    """The verdict on the best line, its difference at the target from what is free, and the error of that.
+    """The verdict on the best line, its difference at the target from the reference, and the error of this difference.
 
     Args:
-        confirmation: rows at L and at the target of text that did not choose: of the references and of the best line.
+        confirmation: rows of the references and of the best line at L and at the target, on text that was not used for
+            the choice.
     """
     from rope_patch.evaluation.standard_errors import paired_difference
     from rope_patch.evaluation.verdict import of_losses, reference_of
@@ -416,7 +417,9 @@ def recommend(confirmation: Mapping[str, Sequence[Any]], best: str) -> tuple[Any
 
 
 def print_table(rows: Mapping[str, Sequence[Any]], best: str | None, config: Any) -> None:
-    """The lines from best to worst at the target, references among them, and other programs that can compute each."""
+    """Print the lines from best to worst at the target, with references, and with other programs that can compute each
+    line.
+    """
     from rich.console import Console
     from rich.table import Table
 

@@ -1,8 +1,8 @@
 """Let a loaded Transformers model use another position scheme with one line, and undo it with another.
 
-The public names are those of `rope_patch.api`, which is loaded when the first of them is used: the command line
-explains itself without torch. The one thing that the import does is to enter the name "rope_patch" in Transformers'
-registries of attention (`rope_patch.naming`). The classes of schemes are found by their registered names too.
+The public names are those of `rope_patch.api`, which is loaded when you first use one of them, so `rope-patch --help`
+needs no torch. The import itself only enters the name "rope_patch" in Transformers' registries of attention
+(`rope_patch.naming`). You can also find a scheme's class by its registered name.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The public names, where `import rope_patch` finds them."""
+"""The public names, which `import rope_patch` provides."""
 
 from rope_patch.description import describe
 from rope_patch.errors import (

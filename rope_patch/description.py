@@ -35,17 +35,17 @@ Rows = Sequence[tuple[str, str]]
 
 
 class Description(str):
-    """A text of tables. A notebook shows them as HTML if it is the last line of a cell.
+    """A text of tables. A notebook shows the tables as HTML if the description is the last line of a cell.
 
     Attributes:
-        tables: for each part of a model its rows, of a name and a value.
+        tables: the rows of each part of a model; a row is a name and a value.
     """
 
     tables: Sequence[Rows]
 
     @classmethod
     def from_tables(cls, tables: Sequence[Rows]) -> Description:
-        """Format some tables as text, and keep them beside it."""
+        """Format some tables as text, and keep the tables with it."""
         description = cls("\n\n".join(map(_as_text, tables)))
         description.tables = tables
         return description
@@ -69,15 +69,15 @@ def describe(model: nn.Module | PatchHandle) -> Description:
     """Describe a model in a table: each scheme with its slots, fields and source, the mount, the layers left alone, and
     some numbers.
 
-    The numbers are those that a scheme changes: frequencies and wavelengths of a few pairs, slopes or biases, query
+    The numbers are the ones that a scheme changes: frequencies and wavelengths of a few pairs, slopes or biases, query
     scales at a few positions, and the position map phi_q(m) - phi_k(n), the distance that is rotated, for some pairs
     (m, n). An encoder and a decoder have a table each.
 
     Args:
-        model: patched or not, or a handle.
+        model: a model, patched or not, or a handle.
 
     Raises:
-        UnsupportedModel: when the model has no stack that schemes could be mounted on.
+        UnsupportedModel: the model has no stack that a scheme can be mounted on.
     """
     model = loaded(model)
     mounted = {
@@ -145,7 +145,7 @@ def _unpatched(model: nn.Module, stack: Stack) -> str:
 
 
 def _under(scheme: Scheme, stack: Stack, plan: Plan | None, states: Sequence[LayerState]) -> Iterable[tuple[str, str]]:
-    """The rows on layers under one scheme, whose defaults are filled in; `states` are those of all patched layers."""
+    """The rows on layers under one scheme, whose defaults are filled in; `states` has all patched layers."""
     own = set(map(id, stack.layers))
     states = [state for state in states if id(state.layer) in own]
     lost = plan is not None and lost_positions(stack, plan.scheme)
@@ -275,8 +275,8 @@ def rotated_distance(scheme: Scheme, m: int, n: int) -> str:
     differ, `hidden` if no region holds it, or if a mask hides the pair from all heads.
 
     Args:
-        scheme: any.
-        m, n: positions of the query, the last token of a text, and of the key.
+        scheme: a scheme.
+        m, n: the positions of the query, which is the last token of a text, and of the key.
     """
     query, key = torch.tensor([m]), torch.tensor([n])
     if scheme.only_masks and "bias" in scheme.methods and scheme.bias(query - key, 1).isneginf().all():

@@ -20,7 +20,7 @@ class RopePatchError(Exception):
     """Base of all errors of this library.
 
     Args:
-        message: what is wrong, and what is allowed; the middle of a very long one is cut.
+        message: the fault and the allowed values; the middle of a very long message is cut.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -29,10 +29,9 @@ class RopePatchError(Exception):
 
 
 class RopePatchWarning(UserWarning):
-    """A warning about: a patch that changes nothing, shortens a checkpoint, or after which a pretrained model needs
-    training, which `describe` shows too; frequencies that a cast has rounded; a saved model that plain libraries read
-    without its scheme; a setting of a checkpoint that is not followed; or a kernel that failed its trial and is not
-    used.
+    """All warnings of this library. A patch changes nothing, shortens a checkpoint, or requires training of a
+    pretrained model (`describe` shows these too). A cast has rounded frequencies. Plain libraries will read a saved
+    model without its scheme. A setting of a checkpoint is not followed. A kernel failed its trial and is not used.
 
     Silence it with `warnings.simplefilter("ignore", rope_patch.RopePatchWarning)`.
     """
@@ -54,7 +53,7 @@ class MissingField(InvalidField):
 
     Attributes:
         scheme: the class of the scheme.
-        given: its other fields.
+        given: the fields that were given.
     """
 
     scheme: Any = None
@@ -74,11 +73,11 @@ class NotPatched(RopePatchError, ValueError):
 
 
 class SlotConflict(RopePatchError, ValueError):
-    """Two schemes of one composition want to own the same slot."""
+    """Two schemes of one composition fill the same slot."""
 
 
 class UnsupportedPositions(RopePatchError, ValueError):
-    """Positions, masks or caches of a form that the scheme's attention cannot honour."""
+    """Positions, masks or caches have a form that the scheme's attention does not support."""
 
 
 class NotExpressible(RopePatchError, ValueError):
@@ -86,7 +85,7 @@ class NotExpressible(RopePatchError, ValueError):
 
 
 class NothingToPatch(RopePatchError, ValueError):
-    """The scheme would leave every layer of this model as it is."""
+    """The scheme would leave every layer of this model unchanged."""
 
 
 class CorpusError(RopePatchError, ValueError):
@@ -94,7 +93,7 @@ class CorpusError(RopePatchError, ValueError):
 
 
 class EvaluationError(RopePatchError, ValueError):
-    """A measurement cannot be made as asked."""
+    """A measurement is not possible with these arguments."""
 
 
 class NoCheckpoint(EvaluationError, OSError):
@@ -112,9 +111,7 @@ def warn(sentence: str, stacklevel: int) -> None:
 
 
 def outside() -> int:
-    """The `stacklevel`, for a call of `warn` in the function that calls this, of the nearest line that is not in this
-    library.
-    """
+    """The `stacklevel` of the nearest line outside this library, for a call of `warn` in the calling function."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "rope_patch":
         level, frame = level + 1, frame.f_back
@@ -125,12 +122,12 @@ def require(package: str, what: str, extra: str | None = None) -> None:
     """Check that an optional package is installed.
 
     Args:
-        package: as it is imported.
-        what: needs it, as the beginning of a sentence.
-        extra: of this library, which brings the package; None where it is installed under its own name.
+        package: name of the package in an import.
+        what: the feature that needs the package, as the beginning of a sentence.
+        extra: the extra of this library that installs the package; None if you install it under its own name.
 
     Raises:
-        MissingPackage: it cannot be imported.
+        MissingPackage: the package cannot be imported.
     """
     try:
         importlib.import_module(package)
@@ -145,12 +142,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def nearest(name: str, allowed: Iterable[str], number: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The `number` closest of the allowed names, best first; `cutoff`, from 0 to 1, leaves out what is less alike."""
+    """The `number` closest of the allowed names, best first; names less similar than `cutoff`, from 0 to 1, are left
+    out.
+    """
     return difflib.get_close_matches(name[:80], allowed, number, cutoff)  # comparing takes the square of the length
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """The tail of a message: the closest allowed name, if any is close, and all that are allowed."""
+    """The end of a message: the closest allowed name, if any is close, and all allowed names."""
     allowed = sorted(allowed)
     close = nearest(name, allowed)
     suggestion = f"did you mean {close[0]!r}? " if close else ""

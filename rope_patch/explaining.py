@@ -27,10 +27,11 @@ class Account:
     """A record of how one layer was computed in one situation.
 
     Attributes:
-        taken: the name of the executor, or the attention that was there before.
-        pieces: that the executor scored; 0 if it repeats the plan of another layer, or is not one of this library.
-        others: the name of every other executor, and why it was not taken.
-        refusal: why no executor computes it; empty if one does.
+        taken: the name of the executor, or of the model's own attention.
+        pieces: the number of pieces that the executor scored; 0 if it repeats the plan of another layer, or does not
+            belong to this library.
+        others: the name of every other executor, and the reason why it was not taken.
+        refusal: the reason why no executor computes the layer; empty if one does.
     """
 
     taken: str
@@ -54,16 +55,17 @@ Accounts = dict[int, Account]
 
 
 def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: Any) -> Description:
-    """Explain for a prefill, a decoded token, a training step and a compiled call, layer by layer, which executor
-    scores it, in how many pieces, and why each other one was not taken.
+    """Explain layer by layer, for a prefill, a decoded token, a training step and a compiled call, which executor
+    scores the layer, in how many pieces, and why each other executor was not taken.
 
-    It runs the model on `input_ids` three times: without gradients, then on one more token behind the cache, then with
-    gradients. What a compiled model would take is looked up in the same table, without compiling it.
+    `explain` runs the model on `input_ids` three times: without gradients, then on one more token after the cache, then
+    with gradients. The executor of a compiled model is looked up in the same table, without compiling the model.
 
     Args:
-        model: patched, or a handle.
-        input_ids: `(batch, length)`; the table depends on the length, the batch and the mask.
-        **inputs: of the model's forward, such as `attention_mask`, or `decoder_input_ids` of an encoder with a decoder.
+        model: a patched model, or its handle.
+        input_ids: token ids, `(batch, length)`; the table depends on the length, the batch and the mask.
+        **inputs: other arguments of the model's forward, such as `attention_mask`, or `decoder_input_ids` for an
+            encoder-decoder.
 
     Returns:
         the table as text; `Description.tables` has a list of rows for each situation.
@@ -104,7 +106,7 @@ def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: A
 
 @contextmanager
 def _watching(states: list[LayerState]) -> Iterator[tuple[Accounts, Accounts]]:
-    """Collect how each layer is computed, and how it would be in a compiled model."""
+    """Collect how each layer is computed, and how a compiled model would compute it."""
     eager: Accounts = {}
     compiled: Accounts = {}
     by_kind: dict[Any, Account] = {}
@@ -144,7 +146,7 @@ def _keeps_cache(model: nn.Module) -> bool:
 
 
 def _next_token(model: nn.Module, input_ids: torch.Tensor, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Build the inputs of one more token behind a cache; the choice of the token does not matter."""
+    """Build the inputs of one more token after a cache; the choice of the token does not matter."""
     token, past = input_ids[:, -1:], output.past_key_values
     mask, others = inputs.get("attention_mask"), {key: value for key, value in inputs.items() if "decoder" not in key}
     if getattr(cast(Any, model).config, "is_encoder_decoder", False):

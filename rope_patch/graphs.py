@@ -1,4 +1,4 @@
-"""Helpers for calls that a compiler traces: no value is known, and nothing may be remembered."""
+"""Helpers for calls that a compiler traces: values are unknown there, and the code must keep no state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def traced() -> bool:
 
 
 def require(holds: torch.Tensor, error: type[Exception], message: str) -> None:
-    """Raise the error unless the boolean scalar `holds`; a graph raises a RuntimeError with this message when it
-    runs.
+    """Raise the error unless the boolean scalar `holds` is true; a graph raises a RuntimeError with the same message
+    when it runs.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(holds, f"rope_patch: {message}")

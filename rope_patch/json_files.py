@@ -1,7 +1,7 @@
-"""Reading JSON that earlier runs wrote; a file that none of them can have written is refused in one line.
+"""Read JSON that earlier runs wrote, and refuse in one line a file that no run can have written.
 
-A run writes each key once, numbers that a machine has, and text that can be printed. Anything else comes from a damaged
-file, and would fail later and elsewhere.
+A run writes each key once, numbers that fit into 64 bits, and text that can be encoded. Anything else comes from a
+damaged file, and would cause an error later.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def read_object(text: str) -> dict[str, Any]:
     """Parse the object of a JSON `text`.
 
     Raises:
-        ValueError: it is not JSON, not an object, nested too deep, has a key twice, a number beyond 64 bits, or half a
-            character.
+        ValueError: the text is not JSON, is not an object, is nested too deep, or has a key twice, a number beyond 64
+            bits, or half a character.
     """
     try:
         content = json.loads(
@@ -60,7 +60,7 @@ def check_types(fields: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
     """Check the values of `fields` against the annotation that `allowed` has for each name, such as `int | None`.
 
     Raises:
-        TypeError: one is of another type. A whole number is a number, too; true and false are not.
+        TypeError: a value has another type. A whole number counts as a number; true and false do not.
     """
     for name, hint in allowed.items():
         if name in fields and not _fits(fields[name], hint):
@@ -68,10 +68,10 @@ def check_types(fields: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
 
 
 def read_fields(text: str, allowed: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the object of a JSON `text` that has all the `allowed` fields, of their types, and maybe others.
+    """Parse the object of a JSON `text` that has all `allowed` fields, with their types; it may have other fields.
 
     Raises:
-        ValueError, TypeError: see `read_object` and `check_types`, or one is missing.
+        ValueError, TypeError: see `read_object` and `check_types`, or a field is missing.
     """
     fields = read_object(text)
     if missing := allowed.keys() - fields.keys():
@@ -85,7 +85,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     Raises:
         EvaluationError: the file is damaged.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         return read_object(path.read_text(encoding="utf-8"))
@@ -97,8 +97,8 @@ def read_rows(path: str | Path, content: bytes, row_of: Callable[[str], T]) -> t
     """Read the rows of a results file, one from each line, and return the size in bytes of its whole lines.
 
     Args:
-        content: of the file at `path`; a last line that was cut off is left out.
-        row_of: the row of one line; raises ValueError, TypeError or KeyError if there is none.
+        content: content of the file at `path`; a truncated last line is left out.
+        row_of: a function from one line to its row; it raises ValueError, TypeError or KeyError if the line is no row.
 
     Raises:
         EvaluationError: a line is not a row.
@@ -117,7 +117,7 @@ def read_rows(path: str | Path, content: bytes, row_of: Callable[[str], T]) -> t
 
 
 def is_text(word: str) -> bool:
-    """Whether a text can be encoded: it has no lone surrogate, which stands for a byte that is not UTF-8."""
+    """Whether a text can be encoded: a lone surrogate, which stands for a byte that is not UTF-8, cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in word)
 
 

@@ -2,7 +2,8 @@
 a folder that was saved under a scheme.
 
 `import rope_patch` enters the name in Transformers' two registries, of attention functions and of masks, and changes
-nothing else there. It loads neither torch nor Transformers: if these come later, the name is entered when they do.
+nothing else there. The import loads neither torch nor Transformers: if you import these later, the name is entered
+then.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def mask(**kwargs: Any) -> Any:
-    """The mask function of such a model, which Transformers calls before its first layer runs; see
+    """The mask function of a model that asked for the name; Transformers calls it before the first layer runs; see
     `saving.by_name.mask`.
     """
     return _mounting().mask(**kwargs)
@@ -48,7 +49,7 @@ def _mounting() -> ModuleType:
 
 
 def enter_name() -> None:
-    """Enter the name in the registries of Transformers: at once if they are loaded, else when they are."""
+    """Enter the name in the registries of Transformers: at once if they are loaded, else when they are loaded."""
     if _REGISTRY in sys.modules:
         _enter()
     elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
@@ -64,14 +65,16 @@ def _enter() -> None:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """An import hook that enters the name once the module with Transformers' registry was run, and then removes
+    """An import hook that enters the name after the module with Transformers' registry has run, and then removes
     itself.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find that module as Python does, and enter the name after it runs; None for every other module."""
+        """Find the module with the registry as Python does, and enter the name after it runs; None for every other
+        module.
+        """
         if fullname != _REGISTRY:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

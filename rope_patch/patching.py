@@ -1,4 +1,4 @@
-"""Patching a loaded model in place, and undoing it."""
+"""Patch a loaded model in place, and undo the patch."""
 
 from __future__ import annotations
 
@@ -56,27 +56,28 @@ def patch(
         model: a Transformers model, also inside PEFT or another wrapper.
         *schemes: names (`"yarn"`, `"rerope:window=512+logn"`), scheme objects, or `rope_parameters` of Transformers
             (`{"rope_type": "yarn", "factor": 4.0}`, also as the argument `rope_scaling` or `rope_parameters`, or behind
-            two stars); several of them, or a list, are composed. One may come as `scheme=`.
-        mount: `"auto"`, or `"late"` to rotate inside attention whatever the scheme, the slow and literal way.
+            two stars); several schemes, or a list, are composed. You may pass one as `scheme=`.
+        mount: `"auto"`, or `"late"` to rotate inside attention under every scheme, which is slow and follows the
+            definition literally.
         attention: `"auto"` for the fastest exact executor; `"oracle"`, `"chunked"`, `"segmented"` or `"fused"` to
-            prefer the dense definition, the same in blocks, flash per region, or Triton's kernel; or the name of an
-            executor (`"merged"`, `"joined"`, ...), which is forced: a call that it cannot compute raises an error with
-            the reason. The environment variable `ROPE_PATCH_ATTENTION` stands in for `"auto"`. `explain` shows what is
-            taken.
-        replace: take off the scheme that the model carries, with its learned parameters, and put this one in its place.
-        allow_untrained: accept a scheme that scales a rotation (`yarn`, `pi`, `ntk` ...) where the model was trained
-            with a learned bias instead, as T5 was: you are about to train it.
+            prefer the dense definition, the definition in blocks, flash per region, or Triton's kernel; or the name of
+            an executor (`"merged"`, `"joined"`, ...), which is forced: a call that it cannot compute raises an error
+            with the reason. The environment variable `ROPE_PATCH_ATTENTION` replaces `"auto"`. `explain` shows the
+            executor of each layer.
+        replace: remove the scheme that the model carries, with its learned parameters, and mount this one instead.
+        allow_untrained: accept a scheme that scales a rotation (`yarn`, `pi`, `ntk` ...) on a model that was trained
+            with a learned bias instead, as T5 was. Use it if you will train the model.
         **fields: the scheme's fields, with exactly one name. `target`, a length in tokens or a multiple of the length
-            that the model reads today (`"4x"`), may stand beside several: it fills the fields that are left open, so
-            that the scheme reaches that length on this model. `"auto"` fills those that follow from the model alone.
+            that the model reads today (`"4x"`), may be given with several names: it fills the open fields, so that the
+            scheme reaches that length on this model. `"auto"` fills the fields that follow from the model alone.
 
     Returns:
-        a handle with `remove()`, also usable in a `with` statement; the same one if the model carries exactly this
-        scheme already. Where anything is raised, the model is as it was.
+        a handle with `remove()`, which you can use in a `with` statement. If the model carries exactly this scheme
+        already, you get its handle. If `patch` raises an error, the model stays unchanged.
 
     Raises:
-        UnknownScheme, InvalidField, SlotConflict: the scheme is not right.
-        UnsupportedModel: the model has no seam for it, or no rotation that it could scale.
+        UnknownScheme, InvalidField, SlotConflict: the scheme is invalid.
+        UnsupportedModel: the model has no place where the scheme can be mounted, or no rotation that it could scale.
         NothingToPatch: no layer would change.
         AlreadyPatched: the model carries another scheme, and `replace` is false.
 
@@ -106,7 +107,7 @@ def patch(
             raise UnsupportedModel(
                 f"{typed} scales a rotation, and {type(model).__name__} has none: it was trained with {lost}. Without "
                 "that its answers are noise until it is trained again. 't5' with interpolation=4, 'logn' and 'window' "
-                f"keep what it has. To train it under this one, write patch(model, {typed!r}, allow_untrained=True)"
+                f"keep that. To train it under {typed}, write patch(model, {typed!r}, allow_untrained=True)"
             )
         if warning := scheme_warning(scheme, mounted):
             warn(warning, stacklevel=outside())
@@ -115,7 +116,9 @@ def patch(
 
 @contextmanager
 def _taken_off(model: nn.Module) -> Iterator[None]:
-    """Take the scheme off a model; it comes back, with its learned parameters, if the block raises an error."""
+    """Remove the scheme of a model within the block; if the block raises an error, the scheme is restored with its
+    learned parameters.
+    """
     carried, record = find_handles(model), Record.find(model)
     learned = {name: value.detach().clone() for name, value in learned_parameters(model).items()}
     for handle in carried:
@@ -142,7 +145,7 @@ def mount_scheme(
 
 
 def mount_record(model: nn.Module, record: Record) -> PatchHandle:
-    """Patch a model under the scheme that it was saved with; its config becomes the one from before the patch."""
+    """Patch a model with the scheme that it was saved under; its config becomes the config from before the patch."""
     with torch.device("cpu"), own_attention(model):
         planned = _planned(model, record.scheme, "auto", None)
         return _mount(model, *planned, "auto", asked_attention("auto"), record.per_request)
@@ -152,7 +155,7 @@ def loaded(model: nn.Module | PatchHandle) -> nn.Module:
     """The model of a handle, or a model itself.
 
     Raises:
-        UnsupportedModel: it is neither.
+        UnsupportedModel: the argument is neither.
     """
     inner = model.model if isinstance(model, PatchHandle) else model
     check_loaded(inner)
@@ -176,7 +179,7 @@ def _requested(model: nn.Module, schemes: Sequence[Any], fields: dict[str, Any])
 
 
 def _of_dict(parameters: dict[str, Any], config: Any) -> Scheme:
-    """Build the scheme that a dict describes: by its `name` here, or as `rope_parameters` of Transformers."""
+    """Build the scheme that a dict describes: by its registered `name`, or as `rope_parameters` of Transformers."""
     if any(isinstance(selector, int) for selector in parameters):
         raise InvalidField(f"{parameters} names schemes by layer: write PerLayer({ {**parameters, 'rest': None} })")
     if isinstance(parameters.get("name"), str) and not parameters.keys() & {"rope_type", "type"}:
@@ -185,7 +188,7 @@ def _of_dict(parameters: dict[str, Any], config: Any) -> Scheme:
 
 
 def _same_patch(model: nn.Module, scheme: Scheme, settings: tuple[str, str]) -> PatchHandle | None:
-    """The handle of a model that carries exactly this scheme, mounted as asked for; else None."""
+    """The handle of a model that carries exactly this scheme with the requested mount; else None."""
     handle = find_handle(model)
     if handle is None or handle._settings != settings:
         return None
@@ -195,10 +198,10 @@ def _same_patch(model: nn.Module, scheme: Scheme, settings: tuple[str, str]) -> 
 
 
 def _planned(model: nn.Module, scheme: Scheme, mount: Mount, record: Record | None) -> tuple[Scheme, Mounted]:
-    """Fill in the target of a scheme, and plan where it goes in each part of a model that carries none.
+    """Fill in the target of a scheme, and plan where to mount it in each part of a model that carries none.
 
     Args:
-        record: in the model's config, which may still hold the values of the patch.
+        record: the record in the model's config, which may still hold the values of the patch.
     """
     check_free(model, scheme)
     if record is not None:
@@ -212,7 +215,7 @@ def check_free(model: nn.Module, scheme: Scheme) -> None:
     """Check that a model carries no scheme yet.
 
     Raises:
-        AlreadyPatched: it does.
+        AlreadyPatched: the model carries one.
     """
     if (handle := find_handle(model)) is not None:
         typed = spelled(scheme)
@@ -223,12 +226,13 @@ def check_free(model: nn.Module, scheme: Scheme) -> None:
 
 
 def _check_record(record: Record, model: nn.Module, scheme: Scheme) -> None:
-    """Refuse a checkpoint that was saved under a scheme which is still in it: in the rows of its table, or in a config
-    that holds the scheme's frequencies as if they were the checkpoint's own. Another scheme would scale them again.
+    """Refuse a checkpoint that still contains the scheme under which it was saved: in the rows of its table, or in a
+    config that holds the scheme's frequencies as if they were the checkpoint's own. Another scheme would scale them
+    again.
     """
     if record.positions is not None:
         raise AlreadyPatched(
-            f"{type(model).__name__} was saved with the table of {spelled(record.scheme)}; `repatch` takes it up"
+            f"{type(model).__name__} was saved with the table of {spelled(record.scheme)}; repatch(model) applies it"
         )
     if record.is_stated(find_stacks(model)[0][1].config):
         saved, typed = spelled(record.scheme), spelled(scheme)
@@ -248,7 +252,7 @@ def _mount(
     per_request: Mapping[int, Scheme] | None = None,
     handle: PatchHandle | None = None,
 ) -> PatchHandle:
-    """Install a scheme that was planned; a `handle` that was removed takes it up again."""
+    """Install a planned scheme; a `handle` that was removed is used again."""
     rotary = {module: stack.module for stack, _ in mounted for tables in stack.rotary for module in tables.modules}
     holders = [*find_enclosing(model), *model.modules()]  # models around a backbone are saved with their own config
     forget_managers(holders)
@@ -278,19 +282,19 @@ def _mount(
 
 
 def _shown(own: Callable[[], str], scheme: str) -> str:
-    """The text that `print(model)` shows for a patched module: its `own` words, and the scheme."""
+    """The text that `print(model)` shows for a patched module: its `own` text, and the scheme."""
     return "\n".join(filter(None, (own(), f"(rope_patch): {scheme}")))
 
 
 def current_scheme(model: nn.Module | PatchHandle) -> Scheme | None:
-    """The scheme that a model carries, as `patch` was asked for it, with the fields that a target fills; None without a
-    scheme. A model that was loaded with `attn_implementation="rope_patch"` carries the one in its config.
+    """The scheme that a model carries, as you gave it to `patch`, with the fields that a target fills; None without a
+    scheme. A model that was loaded with `attn_implementation="rope_patch"` carries the scheme in its config.
 
     Args:
         model: a Transformers model, also inside PEFT or another wrapper, or a handle.
 
     Raises:
-        UnsupportedModel: it is neither.
+        UnsupportedModel: the argument is neither.
     """
     model = loaded(model)
     if (handle := find_handle(model)) is not None:
@@ -303,15 +307,15 @@ def unpatch(model: nn.Module | PatchHandle, *, missing_ok: bool = False) -> Patc
     """Restore a patched model exactly: forwards, hooks, buffers, config, attention choice, registries.
 
     Args:
-        model: patched, or its handle.
+        model: a patched model, or its handle.
         missing_ok: accept a model that carries no scheme.
 
     Returns:
-        the handle of the scheme that was taken off, as `patch` returned it: `handle.model`, `handle.scheme`; None if
-        there was none.
+        the handle of the removed scheme, as `patch` returned it: `handle.model`, `handle.scheme`; None if there was no
+        scheme.
 
     Raises:
-        NotPatched: when it carries no scheme, and `missing_ok` is false.
+        NotPatched: the model carries no scheme, and `missing_ok` is false.
     """
     if isinstance(model, PatchHandle) and not (missing_ok and not model._is_mounted):
         model.remove()
@@ -333,10 +337,10 @@ def _write_record(
     per_request: Mapping[int, Scheme] | None,
     changes: Changes,
 ) -> Notice:
-    """Give these modules configs of their own that record the scheme; other models may share the configs that they had.
+    """Give these modules their own configs, which record the scheme; other models may share the previous configs.
 
-    Where `rope_parameters` can express the scheme, they and `max_position_embeddings` do, so that it survives without
-    this library.
+    If `rope_parameters` can express the scheme, they and `max_position_embeddings` do, so that other programs read it
+    without this library.
     """
     stack, plan = mounted[0]
     native, own = {}, copy.deepcopy(getattr(stack.config, "rope_parameters", None))

@@ -1,4 +1,4 @@
-"""The order of heads for Ms-PoE, by how aware of positions each head of a checkpoint is, measured on a text."""
+"""The order of heads for Ms-PoE: how aware of positions each head of a checkpoint is, measured on a text."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def rank_heads(
 
     The awareness of a head is the share of keys to which the last token gives more than four times the mean weight,
     by queries and keys as they are projected, without a rotation. Source: 2403.04797 and its code, VITA-Group/Ms-PoE
-    `utils/modify_arch/llama.py`, which measures each layer of every prompt below layers that are scaled already. Here
-    one pass of the checkpoint as it is measures all layers, and the order is kept.
+    `utils/modify_arch/llama.py`, which measures each layer for every prompt, on the outputs of already scaled layers.
+    Here one pass of the unchanged checkpoint measures all layers, and the order is kept.
 
     Args:
-        model: without a scheme; nothing of it changes.
-        input_ids: one text or several of one length, without pads, `(batch, length)`; the awareness of a head is the
+        model: a model without a scheme; it stays unchanged.
+        input_ids: one text or several of equal length, without pads, `(batch, length)`; the awareness of a head is the
             mean over the texts.
         first: index of the first layer that is scaled; 2 in the paper's experiments.
-        min_factor, max_factor: as of `MsPoE`.
+        min_factor, max_factor: the fields of `MsPoE`.
 
     Raises:
-        UnsupportedModel: it does not rotate queries and keys, or has an encoder and a decoder.
-        AlreadyPatched: it carries a scheme.
+        UnsupportedModel: the model does not rotate queries and keys, or has an encoder and a decoder.
+        AlreadyPatched: the model carries a scheme.
         InvalidField: a factor, `first` or the shape of `input_ids` is not allowed.
 
     Example:

@@ -16,8 +16,9 @@ Slot = Literal["frequencies", "segments", "query_scale", "bias", "values", "embe
 """A place in the one equation that a scheme can fill."""
 
 PositionMap = Callable[["torch.Tensor"], "torch.Tensor"]
-"""phi: integer positions of any shape to the positions that rotate, of the same shape. A map that moves every rotated
-pair of dimensions by a rule of its own declares `pairs`, their number d/2, and returns `(*shape, d/2)`, see `PerPair`.
+"""phi: a map from integer positions of any shape to the positions that rotate, of the same shape. A map with its own
+rule for every rotated pair of dimensions declares `pairs`, their number d/2, and returns `(*shape, d/2)`, see
+`PerPair`.
 """
 
 Lengths = Optional["torch.Tensor"]
@@ -39,8 +40,8 @@ class RotarySpec:
         dim: rotary dimension d; a checkpoint with partial rotary embeddings has d < head_dim.
         base: `rope_theta`, b in theta_i = b^(-2i/d).
         training_length: L, the training length of the checkpoint in tokens.
-        rotating_pairs: number of leading pairs that rotate; the checkpoint leaves the others still (`proportional`).
-            None for all of them.
+        rotating_pairs: number of leading pairs that rotate; the checkpoint does not rotate the others (`proportional`).
+            None if all pairs rotate.
     """
 
     dim: int
@@ -53,10 +54,10 @@ Data = TypeVar("Data", bound=type)
 
 
 def equal_by_tensor(data: Data) -> Data:
-    """Class decorator: two of these are equal if their tensors are the same objects, and their other fields are equal.
+    """Class decorator: two instances are equal if their tensors are the same objects and their other fields are equal.
 
-    A tuple asks `is` before `==`, and so did data classes until Python 3.13, which compares field by field: there
-    `==` of two tensors is a tensor, whose truth value is an error.
+    Tuples test `is` before `==`, and so did data classes until Python 3.13, which compares field by field. There `==`
+    of two tensors is a tensor, whose truth value is an error.
     """
     values = operator.attrgetter(*(field.name for field in fields(data) if field.compare))
 
@@ -74,10 +75,11 @@ class Frequencies:
 
     Attributes:
         inv_freq: radians per token, float32, `(d/2,)`; `(batch, d/2)` if they depend on the length of each row,
-            `(batch, 1, length, d/2)` if on that of each document, and `(1, heads, d/2)` if each query head has its own.
-        attention_scaling: multiplies cos and sin of query and key, so scores get its square.
-        decay: per token of distance, float32, `(d/2,)`: a pair's share of the score is multiplied by
-            exp(-decay (m - n)).
+            `(batch, 1, length, d/2)` if they depend on the length of each document, and `(1, heads, d/2)` if each query
+            head has its own.
+        attention_scaling: factor on cos and sin of query and key, so scores get its square.
+        decay: decay per token of distance, float32, `(d/2,)`: a pair's share of the score is multiplied by exp(-decay
+            (m - n)).
     """
 
     inv_freq: torch.Tensor

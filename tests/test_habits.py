@@ -177,7 +177,7 @@ def test_what_is_no_model_shows_the_line_to_write(ask, said, model):
 
 def test_other_words_on_a_handle_and_a_text_in_explain(model):
     handle = patch(model, "rerope:window=5")
-    with pytest.raises(AttributeError, match=r"no attribute 'unpatch'; handle\.remove\(\) takes the scheme off"):
+    with pytest.raises(AttributeError, match=r"no attribute 'unpatch'; handle\.remove\(\) removes the scheme"):
         handle.unpatch()
     with pytest.raises(InvalidField, match=r"write explain\(model, tokenizer\(TEXT, return_tensors='pt'\)"):
         rope_patch.explain(model, "a text")

@@ -1,7 +1,7 @@
-"""The command line: `rope-patch COMMAND` runs a recipe or a tool, or looks at a checkpoint.
+"""The command line: `rope-patch COMMAND` runs a recipe or a tool, or inspects a checkpoint.
 
-A command is a module with `Options`, a dataclass, and `main(options)`; its docstring is the help. `doctor` alone reads
-its words itself, because it runs without the packages that this one requires.
+A command is a module with `Options`, a dataclass, and `main(options)`; its docstring is the help. `doctor` parses its
+own arguments, because it runs without the packages that `rope_patch` requires.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ COMMANDS = {
     "checkpoint": _ROOT / "tools" / "fetch_checkpoint.py",
     "completion": _OWN / "completion.py",
 }
-"""What each runs: a module of the package, a recipe to copy and change, or a tool, which only a checkout has."""
+"""The commands, each with its module: in the package, a recipe to copy and change, or a tool, which only a checkout
+has.
+"""
 
 HELP = """\
 usage: rope-patch COMMAND [CONFIG.yaml] [OPTIONS]
@@ -60,7 +62,7 @@ Results go to stdout; messages, progress and errors go to stderr. Exit status: 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of this process; returns the exit status, see `HELP`."""
+    """Run one command, by default the command line of this process, and return the exit status, see `HELP`."""
     command, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     if command == "help" and rest:
         command, rest = rest[0], ["--help"]
@@ -92,12 +94,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def available() -> list[str]:
-    """The commands whose file is here: an installed wheel has no tools."""
+    """The commands whose file is installed: a wheel has no tools."""
     return [command for command, file in COMMANDS.items() if file.is_file()]
 
 
 def load(command: str) -> ModuleType:
-    """The module of a command, loaded from its file, because a wheel has the recipes elsewhere than a checkout."""
+    """Load the module of a command from its file: a wheel and a checkout have the recipes in different places."""
     file = COMMANDS[command]
     name = f"{__name__ if file.parent == _OWN else file.parent.name}.{file.stem}"
     if name not in sys.modules:

@@ -3,7 +3,7 @@
     rope-patch completion bash > ~/.local/share/bash-completion/completions/rope-patch
     rope-patch completion zsh > _rope-patch    # in a folder of $fpath, before compinit
 
-Open a new shell then.
+Then open a new shell.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(options: Options) -> None:
 
 
 def _of_doctor() -> type:
-    """The options of `doctor`, which argparse reads, as a dataclass that tyro can complete."""
+    """The options of `doctor`, which argparse parses, as a dataclass that tyro can complete."""
     from rope_patch.doctor.command import OPTIONS
 
     fields: list[Any] = [("checkpoints", Positional[tuple[str, ...]], ())]

@@ -4,9 +4,9 @@
     rope-patch demo-chat DIR --scheme rerope:window=1024+logn
     rope-patch demo-chat DIR --scheme yarn:target=auto --max-length 4x --port 8001
 
-Paste a long text, ask, and read three answers as they come: of the patched model, of the plain model, and of the plain
-model on truncated text, the last L tokens only. Each has the number of its tokens and its time. A checkpoint without a
-chat template continues the text. Nothing leaves your machine, and the page needs no network. Ctrl-C ends it.
+Paste a long text, ask a question, and watch three answers: from the patched model, from the plain model, and from the
+plain model on truncated text, the last L tokens only. Each answer shows its number of tokens and its time. A checkpoint
+without a chat template continues the text. Nothing leaves your machine, and the page needs no network. Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main(options: Options) -> None:
     """Serve the page until SIGTERM or Ctrl-C.
 
     Raises:
-        EvaluationError: an option is out of range, the port is taken, or the model or the scheme is not served.
+        EvaluationError: an option is out of range, the port is taken, or the server does not support the model or the
+            scheme.
     """
     in_one_process("demo-chat")
     for name in ("max_length", "max_tokens"):
@@ -62,12 +63,13 @@ def main(options: Options) -> None:
 
 
 def load_demo(options: Options) -> Demo:
-    """Load the checkpoint once, and put a server around it with the scheme and one without.
+    """Load the checkpoint once, and build two servers for it: with the scheme and without.
 
     Raises:
         NoCheckpoint: there is no such checkpoint.
-        EvaluationError: the model is not served, or the scheme is none or sums over earlier tokens.
-        RopePatchError: the model does not take the scheme; see `patch`.
+        EvaluationError: the server does not support the model, there is no scheme, or the scheme sums over earlier
+            tokens.
+        RopePatchError: the scheme does not fit the model; see `patch`.
     """
     from rope_patch import patch, unpatch
     from rope_patch.evaluation.scheme_specs import scheme_at
@@ -95,7 +97,7 @@ def load_demo(options: Options) -> Demo:
     if carried is None or options.scheme is not None:
         scheme = scheme_at(spec, options.max_length or 4 * trained, [known])
     if scheme is None:
-        raise EvaluationError(f"--scheme {spec}: name a scheme; the plain model answers beside it anyway")
+        raise EvaluationError(f"--scheme {spec}: name a scheme; the page always shows the plain model, too")
     handle = patch(patched, scheme)
     check_paged(handle)
     limit = options.max_length or longest_text(handle, known)

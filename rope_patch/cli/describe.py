@@ -1,11 +1,12 @@
-"""Show which positions a checkpoint computes, or would under a scheme.
+"""Show which positions a checkpoint computes, or would compute under a scheme.
 
     rope-patch describe
     rope-patch describe --scheme rerope:window=128+logn
     rope-patch describe --scheme rerope:window=128+logn --attention 1024
 
-With a scheme: where it is mounted, which layers are left alone, which distances a few pairs of positions get; with
---attention also which executor scores each layer in a text of so many tokens, and why no other one does.
+With a scheme, the table shows where the scheme is mounted, which layers stay unchanged, and the rotated distances of a
+few pairs of positions. --attention adds which executor scores each layer in a text of so many tokens, and why no other
+executor does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Options:
     # checkpoint: a folder, a GGUF file or a Hub ID (default: the small checkpoint of the recipes)
     model: OptionalFolder = None
     scheme: OptionalScheme = None  # scheme to apply, such as yarn:target=8192 or rerope:window=128+logn
-    attention: OptionalLength = None  # explain how the layers are scored in a text of so many tokens
+    attention: OptionalLength = None  # explain how each layer is scored in a text of this many tokens
     json: bool = False  # print one JSON document
 
 
@@ -60,7 +61,7 @@ def ids_of_length(model: Any, length: int) -> Any:
     """Some tokens of a vocabulary, `(1, length)`.
 
     Raises:
-        EvaluationError: there would be none.
+        EvaluationError: the length is below 1.
     """
     import torch
 

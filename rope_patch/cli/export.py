@@ -6,12 +6,12 @@
     rope-patch export recipes/assets/tiny-llama --scheme yarn:target=auto --factors 1,2,4 --output runs/per-request
     rope-patch export FILE.gguf --scheme mrrope:factor=4 --output mrrope4.gguf
 
-All static frequencies can be written: as their own rope_type, or as two equal lists of the type longrope where there is
-none or more of the programs behind --for (transformers, transformers4, vllm, llama.cpp, mlx, sglang, onnx) read those.
-For llama.cpp, a GGUF file of Llama's architecture gets the factors as a tensor: name another GGUF file as the output.
-Whatever acts inside attention is refused with the reason. Weights and tokenizer are not changed. A checkpoint that was
-saved under a scheme needs no --scheme. With --factors the copy records a scheme for each factor, and `rope-patch serve`
-and vLLM with the plugin choose by request. Without --output nothing is written.
+All static frequencies can be written: as their own rope_type, or as two equal lists of the type longrope. Lists are
+used if there is no rope_type, or if more of the programs in --for (transformers, transformers4, vllm, llama.cpp, mlx,
+sglang, onnx) read lists. For llama.cpp, a GGUF file of Llama's architecture gets the factors as a tensor: name another
+GGUF file as the output. A scheme that acts inside attention is refused with the reason. Weights and tokenizer are not
+changed. A checkpoint that was saved under a scheme needs no --scheme. With --factors the copy records a scheme for each
+factor, and `rope-patch serve` and vLLM with the plugin choose by request. Without --output nothing is written.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Write the copy, or show what it would be, and who reads it.
+    """Write the copy, or show its contents and the programs that read it.
 
     Raises:
-        EvaluationError: a GGUF file is to be written without a scheme.
+        EvaluationError: the output is a GGUF file, and there is no scheme.
     """
     from rope_patch.models.config import checkpoint_of_config
     from rope_patch.saving.export import describe_serving, export_checkpoint

@@ -1,10 +1,10 @@
-"""List all schemes in a line each, or show everything about those that you name.
+"""List all schemes in a line each, or show everything about the schemes that you name.
 
     rope-patch list
     rope-patch list yarn
     rope-patch list --json
 
-"training" is what a pretrained checkpoint needs before it makes sense under the scheme.
+"training" is the training that a pretrained checkpoint needs before it works under the scheme.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Print what the classes of the schemes declare."""
+    """Print the declarations of the schemes' classes."""
     sys.modules.setdefault("torch", _Later("torch"))
     from rope_patch.schemes.registry import list_schemes, scheme_class
 
@@ -44,7 +44,7 @@ def main(options: Options) -> None:
 
 
 class _Later(ModuleType):
-    """A module that is imported when something of it is used: what schemes declare needs no tensors."""
+    """A module that is imported on first use: the declarations of schemes need no tensors."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:
@@ -53,7 +53,7 @@ class _Later(ModuleType):
 
 
 def _in_full(scheme: dict[str, Any]) -> str:
-    """All that a scheme declares, as a table to print."""
+    """All declarations of a scheme, as a table to print."""
     from rope_patch.schemes.base import TRAINING
 
     rows = {
@@ -82,7 +82,7 @@ _GROUPS = {
 
 
 def _markdown(schemes: list[dict[str, Any]]) -> str:
-    """Tables by what a checkpoint needs; three narrow columns, so that a phone shows them."""
+    """Tables by the training that a checkpoint needs, with three columns that are narrow enough for a phone."""
     lines: list[str] = []
     for needs, title in _GROUPS.items():
         lines += [f"## {title}", "", "| scheme | what it does | paper |", "|---|---|---|"]

@@ -1,6 +1,6 @@
 """Typed options from YAML and from the command line: one dataclass declares them, and tyro reads it.
 
-Nothing here imports torch, so `--help` and a mistyped option answer at once.
+This module does not import torch, so `--help` and mistyped options answer at once.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Multiple(float):
 
 
 def _hint(default: str) -> str:
-    """What the help says of a default: nothing where there is none, because the option's own words do."""
+    """The help's text on a default; empty without a default, because the option's own help describes that case."""
     return "" if default in ("", "''", "None") else f"(default: {default})"
 
 
 def _listed(pattern: str, metavar: str, what: str, several: bool = True) -> Any:
-    """How tyro reads whole numbers, and multiples of L where the pattern allows them."""
+    """The rule by which tyro reads whole numbers, and multiples of L if the pattern allows them."""
 
     def read(words: list[str]) -> Any:
         listed = re.split(r"[,\s]+", ",".join(words).lower().strip())
@@ -125,11 +125,11 @@ class Measured:
 
 
 def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | None = None, prog: str = "") -> int:
-    """Parse a command line, call `main` with what it gives, and end in one line where something is wrong.
+    """Parse a command line, call `main` with the options, and turn an error into one line.
 
     Args:
         options: a dataclass, whose module's docstring is the help.
-        words: of the command line; default those of this process, which then ends.
+        words: arguments of the command line; default those of this process, which then ends.
 
     Returns:
         exit status: 0, 2 for wrong input, 130 when interrupted, 141 when stdout was closed.
@@ -148,11 +148,12 @@ def run(options: type[T], main: Callable[[T], object], words: Sequence[str] | No
 
 
 def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
-    """The options that `[CONFIG.yaml] [DIR] [--option value] ...` gives; the command line overrules the file. A command
-    with `--model` also takes the checkpoint as its first word, and one whose word it is also takes `--model`.
+    """Parse `[CONFIG.yaml] [DIR] [--option value] ...` to options; the command line overrules the file. A command with
+    `--model` also takes the checkpoint as its first word, and a command with the checkpoint as its word also takes
+    `--model`.
 
     Raises:
-        EvaluationError: names what is wrong, its value and what is allowed.
+        EvaluationError: an option is wrong; the message names it, its value and what is allowed.
         OSError: the file cannot be read.
         SystemExit: after `--help`.
     """
@@ -194,7 +195,7 @@ _OPTION = re.compile(r"--|-(?!inf|nan)[A-Za-z]")
 
 @contextlib.contextmanager
 def _drawn_plainly(shown: io.StringIO) -> Iterator[None]:
-    """Catch what tyro draws, which has the colours of the terminal behind stdout and, by `COLUMNS`, its width."""
+    """Capture tyro's output, which uses the colours of the terminal behind stdout and, from `COLUMNS`, its width."""
     width = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100000"
     try:
@@ -206,7 +207,7 @@ def _drawn_plainly(shown: io.StringIO) -> Iterator[None]:
 
 
 def _checkpoint_either_way(words: list[str], flags: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Words in which the checkpoint stands where the command has it: every command takes `DIR` and `--model DIR`."""
+    """Move the checkpoint to the place that the command expects: every command takes `DIR` and `--model DIR`."""
     positional = flags.keys() & {"plan", "picture", "checkpoint"}
     if "model" in flags and not positional and words and not words[0].startswith("-"):
         return ["--model", *words]
@@ -220,13 +221,13 @@ def _checkpoint_either_way(words: list[str], flags: Mapping[str, tuple[str, ...]
 
 
 def check_words(words: Sequence[str], where: str = "") -> None:
-    """Refuse words that no path, name or text can be.
+    """Refuse words that cannot be a path, a name or a text.
 
     Args:
-        where: they come from, as the beginning of the message.
+        where: the source of the words, as the beginning of the message.
 
     Raises:
-        EvaluationError: one is empty, or contains a NUL or a byte that is not UTF-8, which Python reads as a lone
+        EvaluationError: a word is empty, or contains a NUL or a byte that is not UTF-8, which Python reads as a lone
             surrogate.
     """
     for word in words:
@@ -239,10 +240,10 @@ def check_words(words: Sequence[str], where: str = "") -> None:
 
 
 def check_numbers(options: T) -> T:
-    """Refuse numbers that no machine has.
+    """Refuse numbers that do not fit into 64 bits.
 
     Raises:
-        EvaluationError: a whole number has more than 64 bits, or another one is not finite.
+        EvaluationError: a whole number has more than 64 bits, or another number is not finite.
     """
     for name, value in vars(options).items():
         for each in value if isinstance(value, tuple) else (value,):
@@ -254,8 +255,8 @@ def check_numbers(options: T) -> T:
 
 
 def _in_processes(options: T, words: Sequence[str]) -> T:
-    """The same options, in one of the processes that share each row; a launcher may not have started a number that is
-    no multiple. Without a launcher, they are started here, with the same words, and this process ends after them.
+    """Return the options in one of the processes that share each row; a launcher must have started a multiple of their
+    number. Without a launcher, the processes are started here with the same words, and this process ends after them.
     """
     number = getattr(options, "context_parallel", 1)
     started = int(os.environ.get("WORLD_SIZE", number))
@@ -269,7 +270,7 @@ def _in_processes(options: T, words: Sequence[str]) -> T:
 
 
 def in_tokens(options: Any) -> Any:
-    """The same options with every length in tokens: those in multiples of L are read off the config of the checkpoint.
+    """Convert every length in the options to tokens; for multiples of L, read L from the config of the checkpoint.
 
     Raises:
         RopePatchError: there is no such checkpoint, or its config does not give L.
@@ -291,13 +292,13 @@ def in_tokens(options: Any) -> Any:
 
 
 def say(sentence: str) -> None:
-    """A sentence of the main process for the reader, on stderr, so that stdout holds the results alone."""
+    """Print a sentence for the user, from the main process, on stderr: stdout holds only results."""
     if is_main():
         print(f"rope-patch: {sentence}", file=sys.stderr)
 
 
 def is_main() -> bool:
-    """Whether this is the main process, of those that torchrun or accelerate started."""
+    """Whether this is the main process of those that torchrun or accelerate started."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -305,14 +306,14 @@ def in_one_process(what: str) -> None:
     """Refuse the other processes that a launcher started.
 
     Raises:
-        EvaluationError: there is more than one.
+        EvaluationError: there is more than one process.
     """
     if (number := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise EvaluationError(f"{what} runs in one process, but a launcher started {number}")
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document, once, however many processes measured."""
+    """Print one JSON document, and only once if several processes measured."""
     if is_main():
         print(json.dumps(document, indent=2))
 
@@ -345,28 +346,28 @@ def _ending(action: Callable[[], object], resumes: bool) -> int:
 
 
 def flags_of(options: type) -> dict[str, tuple[str, ...]]:
-    """How each option of a command is spelled on its command line, by the option's name in a file."""
+    """The spelling of each option on the command line, by the option's name in a file."""
     return {field.name: _flags(field) for field in dataclasses.fields(options)}
 
 
 def _words_alone(options: type) -> set[str]:
-    """The fields of a command whose word stands without an option."""
+    """The fields of a command that take a word without an option."""
     return {field.name for field in dataclasses.fields(options) if "Positional" in str(field.type)}
 
 
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """How an option is spelled."""
+    """The spellings of an option."""
     other = {"Specs": "scheme", Specs: "scheme", "Readers": "for"}
     name = other.get(field.type, field.name.replace("_", "-"))
     return (f"--{name}", f"--no-{name}") if field.type in ("bool", bool) else (f"--{name}",)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; empty for an empty file.
+    """Read the mapping in a YAML file; empty for an empty file.
 
     Raises:
-        EvaluationError: it is not valid YAML, or no mapping.
-        OSError: it cannot be read.
+        EvaluationError: the file is not valid YAML, or no mapping.
+        OSError: the file cannot be read.
     """
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Settings) or {}
@@ -380,7 +381,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def words_of(path: Path, settings: dict[str, Any], flags: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """Settings of a file as words of a command line, by option, so that they are read and refused like typed ones.
+    """Convert the settings of a file to words of a command line, by option, so that they are parsed and refused like
+    typed options.
 
     Raises:
         EvaluationError: there is no such option, or a value is nested.
@@ -403,7 +405,9 @@ def words_of(path: Path, settings: dict[str, Any], flags: dict[str, tuple[str, .
 
 
 class _Settings(yaml.SafeLoader):
-    """The safe loader without aliases, since aliases of aliases of lists grow without end, and with each key once."""
+    """The safe YAML loader, with two changes: it refuses aliases, because aliases of aliases of lists grow without end,
+    and keys that occur twice.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

@@ -1,4 +1,4 @@
-"""Errors for a command line that cannot be read: each shows the line to write. The module loads without torch and the
+"""Errors for a command line that cannot be parsed: each shows the line to write. The module loads without torch and the
 parser.
 """
 
@@ -32,10 +32,10 @@ _ALIKE = tuple(
         "port p",
     )
 )
-"""Options that mean the same in this command line or in those of other programs."""
+"""Options with the same meaning, in this command line or in other programs."""
 
 _FIELDS = ("factor", "target", "window", "group-size", "base", "beta-fast", "beta-slow", "local-window", "variant")
-"""Fields of schemes that are typed as options."""
+"""Fields of schemes that users type as options."""
 
 _SAID = {
     "config": "a YAML file is the first word: rope-patch COMMAND CONFIG.yaml",
@@ -52,11 +52,11 @@ _COMMANDS = {
     "doctor": ("check", "diagnose", "lint"),
     "passkey": ("needle", "niah"),
 }
-"""Names that other programs have for our commands."""
+"""Other programs' names for the commands."""
 
 
 def no_command(typed: str, available: Collection[str]) -> str:
-    """The message for a command that there is not."""
+    """The message for an unknown command."""
     if typed.startswith("-"):
         return f"{typed!r} stands before the command; write rope-patch COMMAND {typed} ..."
     meant = [name for name, others in _COMMANDS.items() if typed.lower() in others and name in available]
@@ -65,13 +65,13 @@ def no_command(typed: str, available: Collection[str]) -> str:
 
 
 def no_option(flag: str, words: Sequence[str], allowed: Collection[str], alone: Collection[str]) -> EvaluationError:
-    """The error for an option that there is not.
+    """The error for an unknown option.
 
     Args:
-        flag: as it was typed, without its value.
-        words: of the command line.
+        flag: the option as typed, without its value.
+        words: words of the command line.
         allowed: the options of the command, with their dashes.
-        alone: what the command takes as a word without an option.
+        alone: the word that the command takes without an option.
     """
     name, no = flag.lstrip("-").replace("_", "-"), f"there is no option {flag!r}"
     if name in _SAID:
@@ -102,10 +102,10 @@ def _with_field(flag: str, words: Sequence[str]) -> str:
 
 
 def no_place(words: Sequence[str], allowed: Collection[str]) -> EvaluationError:
-    """The error for words that no option asked for.
+    """The error for words that belong to no option.
 
     Args:
-        words: at least one.
+        words: the words, at least one.
         allowed: the options of the command, with their dashes.
     """
     word, no = words[0], f"{words[0]!r} stands alone"

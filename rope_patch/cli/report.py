@@ -1,4 +1,4 @@
-"""How a measurement ends: its rows, a picture, the verdict, and the command to run next."""
+"""The report of a measurement: its rows, a picture, the verdict, and the command to run next."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def report(
     rows: Sequence[Row], options: Measured, file: Path, verdict: Verdict, what: str = "", **settings: Any
 ) -> Verdict:
-    """Rows as one JSON document or as a table, a picture if there is matplotlib, and the verdict, which is returned.
+    """Print rows as one JSON document or as a table, draw a picture if matplotlib is installed, and return the verdict.
 
     Args:
-        file: of the rows; the picture lies beside it.
-        what: of which a task gives the share, in the title of the table.
-        settings: of the picture, such as `title`.
+        file: file of the rows; the picture is written beside it.
+        what: the noun whose share a task gives, for the title of the table.
+        settings: settings of the picture, such as `title`.
     """
     from rope_patch.evaluation.tables import print_table
 
@@ -39,7 +39,7 @@ def report(
 
 
 def draw(rows: Sequence[Row], file: Path, **settings: Any) -> None:
-    """A picture beside the file of the rows, if there is matplotlib."""
+    """Draw a picture beside the file of the rows, if matplotlib is installed."""
     from rope_patch.errors import MissingPackage
     from rope_patch.evaluation import charts
 
@@ -54,13 +54,13 @@ def draw(rows: Sequence[Row], file: Path, **settings: Any) -> None:
 
 
 def conclude(verdict: Verdict, options: Measured) -> None:
-    """The verdict, and the next command on the same model and text; on stderr if stdout has JSON."""
+    """Print the verdict, and the next command on the same model and text; on stderr if stdout has JSON."""
     for sentence in (verdict.sentence, f"Next: {next_command(verdict.command, options)}"):
         say(sentence) if options.json else print(sentence)
 
 
 def next_command(command: str, options: Measured) -> str:
-    """The command of a verdict, or another one on the same schemes and lengths if it is what has just been run."""
+    """The command of a verdict. If this run has just executed it, another command on the same schemes and lengths."""
     _, lengths, rest = command.partition("--lengths")
     others = [f"{other} {lengths}{rest}" for other in ("perplexity --protocol repeat", "passkey --task spans")]
     commands = [spelled(each, options) for each in (command, *(others if lengths else ()))]
@@ -68,7 +68,7 @@ def next_command(command: str, options: Measured) -> str:
 
 
 def _was_run(command: str, options: Measured) -> bool:
-    """Whether the run that these options describe has every row that a command would measure."""
+    """Whether the run with these options has every row that a command would measure."""
     _, name, *words = shlex.split(command)
     if COMMANDS[name].name != Path(str(sys.modules[type(options).__module__].__file__)).name:
         return False
@@ -81,7 +81,7 @@ def _was_run(command: str, options: Measured) -> bool:
 
 
 def spelled(command: str, options: Measured) -> str:
-    """A command of `rope-patch` with the options that name model, text and machine."""
+    """Complete a `rope-patch` command with the options for model, text and machine."""
     names = ("model", "text", "dataset", "split", "column", "dtype", "device", "attention", "seed")
     typed = {name: str(value) for name in names if (value := getattr(options, name)) != getattr(type(options), name)}
     words = [word for name, value in typed.items() if f"--{name} " not in command for word in (f"--{name}", value)]

@@ -1,7 +1,7 @@
 """Attention over rows that several processes share.
 
 The keys of all processes meet the queries of this one, and each run of queries is scored like a chunk of a text whose
-earlier keys are cached. Keys are exchanged once and rotated here, whatever the number of regions.
+earlier keys are cached. Keys are exchanged once and rotated in each process, whatever the number of regions.
 
 Source: keys gathered as for Llama 3, 2407.21783, section 3.3.2; heads exchanged as in DeepSpeed Ulysses, 2309.14509.
 """
@@ -38,8 +38,8 @@ def shared_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of a row that processes share, for layers under a scheme (with the call object of their
-    hook) and for all others. Shapes are those of `late_attention`, for the tokens of this process: queries
-    `(batch, heads, tokens, head_dim)`.
+    hook) and for all other layers. Shapes are as in `late_attention`, for the tokens of this process: queries `(batch,
+    heads, tokens, head_dim)`.
 
     Raises:
         UnsupportedPositions: the mask is not a `RowMask`.

@@ -1,9 +1,9 @@
 """Context parallelism: several processes share a row, under every scheme.
 
-Each process holds a part of the tokens and does all work on it but one thing: in every attention layer its queries need
-the keys of the others. With `backend="gather"` all keys and values are gathered, and each process scores its own
+Each process holds a part of the tokens and does almost all work alone. Only in attention layers do its queries need the
+keys of the other processes. With `backend="gather"` all keys and values are gathered, and each process scores its own
 queries. With `backend="ulysses"` the processes exchange heads for tokens, so that each scores the whole row for some of
-the heads. Either way logits, loss and gradients are those of one process.
+the heads. Either way logits, loss and gradients equal those of a single process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rope_patch.schemes.rope import NoPE
 def shard(tensor: torch.Tensor, dim: int = 1, group: Any = None) -> torch.Tensor:
     """Take the part of this process of ids, labels, positions or a mask of a whole row.
 
-    Shift labels before: a token and its target are in different parts otherwise. The length need not be a multiple of
-    the number of processes.
+    Shift labels before you call this: otherwise a token and its target may be in different parts. The length need not
+    be a multiple of the number of processes.
 
     Args:
         tensor: `(batch, length, ...)`, the same on every process.
@@ -60,7 +60,7 @@ def mesh_of(sharing: int, device: str = "cpu") -> DeviceMesh:
 
     Args:
         sharing: number of processes that share a row.
-        device: type of the device that they compute on.
+        device: type of the device that the processes compute on.
 
     Raises:
         EvaluationError: the number of processes is not a multiple of `sharing`.
@@ -84,7 +84,7 @@ class ContextParallel:
     group: Any = None
 
     def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Take the part of this process, as `shard` does.
+        """Take the part of this process, as the function `shard` does.
 
         Args:
             tensor: `(batch, length, ...)`, the same on every process.
@@ -108,16 +108,17 @@ class ContextParallel:
 def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "gather") -> Iterator[ContextParallel]:
     """Within the block, the processes of a group call the model with the parts of a row that `shard` gives them.
 
-    The block must contain the backward too, because gradient checkpointing calls attention again. The gradients of a
-    parameter are those of this process's tokens. Their sum over the group is that of the row, so divide the loss by the
-    targets of the whole row, and add the gradients up. `DistributedDataParallel` and `fully_shard` take their mean:
+    The block must contain the backward too, because gradient checkpointing calls attention again. Each process computes
+    a parameter's gradient from its own tokens. The sum over the group is the gradient of the row, so divide the loss by
+    the targets of the whole row, and add the gradients up. `DistributedDataParallel` and `fully_shard` take their mean:
     multiply the loss by the number of processes.
 
     Args:
-        model: of Transformers, under a scheme or none, also inside PEFT, `DistributedDataParallel` or `fully_shard`.
-        group: of `torch.distributed`; default all processes.
-        backend: `"gather"` holds the keys and values of one layer for the whole row; `"ulysses"` exchanges heads,
-            whose number must be a multiple of that of the processes.
+        model: a model of Transformers, with or without a scheme, also inside PEFT, `DistributedDataParallel` or
+            `fully_shard`.
+        group: a group of `torch.distributed`; default all processes.
+        backend: `"gather"` holds the keys and values of one layer for the whole row; `"ulysses"` exchanges heads, whose
+            number must be a multiple of the number of processes.
 
     Raises:
         UnsupportedModel: a part of the model or of its scheme cannot share a row; the message names it.
@@ -155,7 +156,7 @@ def context_parallel(model: nn.Module, group: Any = None, backend: Backend = "ga
 
 
 def _parts(model: nn.Module, changes: Changes) -> list[tuple[Stack, Plan]]:
-    """The stacks of a model with their plans: from the handles under a scheme, else for the checkpoint's own
+    """The stacks of a model with their plans: from the handles if the model has a scheme, else for the checkpoint's own
     positions.
     """
     mounted = [part for handle in find_handles(model) for part in handle.mounted]

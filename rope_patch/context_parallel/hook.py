@@ -36,8 +36,8 @@ class RowHook:
     `RowMask`.
 
     Attributes:
-        counts: whether positions are counted without pads where none are given.
-        of_batch: whether all rows have the length of the longest, as a checkpoint of Transformers counts it.
+        counts: whether positions count tokens without pads if none are given.
+        of_batch: whether all rows count as long as the longest, as in Transformers' own models.
     """
 
     group: Any
@@ -49,7 +49,7 @@ class RowHook:
         """Return the arguments with positions in the whole row, and with the `RowMask`.
 
         Raises:
-            UnsupportedPositions: processes have different batches, or not the parts that `shard` gives them; there are
+            UnsupportedPositions: processes have different batches, or parts that do not come from `shard`; there are
                 keys from an earlier forward, or a mask that is not `(batch, tokens)`.
         """
         kwargs = by_name(module, args, kwargs)

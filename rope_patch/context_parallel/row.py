@@ -1,8 +1,8 @@
 """A row that several processes share, as every layer of a forward sees it.
 
-The mask of a forward is replaced by a `RowMask`, which knows the whole row: which tokens other processes hold, their
-positions, and which tokens see each other. It reaches every attention function, also when checkpointing calls a block
-again.
+The mask of a forward is replaced by a `RowMask`, which describes the whole row: which tokens other processes hold,
+their positions, and which tokens see each other. It reaches every attention function, also when checkpointing calls a
+block again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rope_patch.context_parallel.sharding import Sharding
 from rope_patch.mounting.forward_call import ForwardCall
 
 Backend = Literal["gather", "ulysses"]
-"""The exchange of processes in a layer: `gather` all keys and values, or divide heads."""
+"""The exchange between processes in a layer: `gather` all keys and values, or divide heads."""
 
 
 @dataclass(eq=False)
@@ -28,11 +28,11 @@ class Row:
     """A row, or a batch of rows, that processes share.
 
     Attributes:
-        positions: of all tokens, `(batch or 1, length)`.
-        groups: of all tokens, see `Visibility`, `(batch or 1, length)`.
+        positions: positions of all tokens, `(batch or 1, length)`.
+        groups: segment ids of all tokens, see `Visibility`, `(batch or 1, length)`.
         lengths: tokens of each row, without pads, `(batch or 1,)`.
-        scattered: whether the distance of two tokens of a group may differ from that of their slots.
-        forward: of the layers without a scheme.
+        scattered: whether the distance of two tokens of a segment may differ from the distance of their slots.
+        forward: the `Forward` of the layers without a scheme.
     """
 
     sharding: Sharding
@@ -63,9 +63,9 @@ class Run:
     """A run of consecutive queries of a row.
 
     Attributes:
-        queries: their range among the queries of this process.
-        slots: their slots in the row.
-        forward: what the layers share for this run.
+        queries: the run's range among the queries of this process.
+        slots: slots of the run in the row.
+        forward: the data that the layers share for this run.
     """
 
     row: Row
@@ -89,8 +89,8 @@ class Run:
         return self.forward.shared(_seen)(groups, slots, place, causal, window)
 
     def of_call(self, call: ForwardCall, keys: slice, heads: slice | None, added: torch.Tensor | None) -> ForwardCall:
-        """Restrict a call to these queries and `keys`; `added` as in `ForwardCall`, of the whole row, `(batch, length,
-        heads)`.
+        """Restrict a call to these queries and `keys`; `added` is as in `ForwardCall`, for the whole row, `(batch,
+        length, heads)`.
         """
         positions, part = self.row.positions, self.forward.shared(_part)
         return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The sharding of a row over processes: which tokens each one holds, and how they exchange them.
+"""The sharding of a row over processes: which tokens each process holds, and how processes exchange them.
 
 Every exchange is a linear map between the processes. Its backward is the transposed map, so gradients return to the
 process that holds the token.
@@ -20,11 +20,11 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sharding:
-    """The division of `length` slots over the `number` of processes in a `group`, of which this one is `rank`.
+    """The division of `length` slots over the `number` of processes in a `group`; this process is `rank`.
 
     The row is cut into twice as many runs as there are processes. Process r holds the runs r and 2 number - 1 - r
-    (zigzag): its early tokens see few keys and its late ones many, so all processes score equally many pairs of a
-    causal row. Runs differ by at most one token; in a very short row some are empty.
+    (zigzag): its early tokens see few keys and its late tokens many, so all processes score equally many pairs of a
+    causal row. Runs differ by at most one token; in a very short row some runs are empty.
     """
 
     length: int
@@ -76,8 +76,8 @@ class Sharding:
         return _Exchanged.apply(x, there, functools.partial(self._scatter_sum, dim=dim))
 
     def by_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange tokens for heads: `(batch, heads, tokens, head_dim)` of the tokens here becomes `(batch, heads /
-        number, length, head_dim)`, all tokens for the heads of this process.
+        """Exchange tokens for heads: `(batch, heads, tokens, head_dim)` for the tokens of this process becomes `(batch,
+        heads / number, length, head_dim)`, all tokens for the heads of this process.
         """
         return _Exchanged.apply(x, self._to_heads, self._to_tokens)
 
@@ -86,7 +86,7 @@ class Sharding:
         return _Exchanged.apply(x, self._to_tokens, self._to_heads)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Pad the tokens, which stand along the first axis, to `longest`."""
+        """Pad the tokens, along the first axis, to `longest`."""
         return torch.cat([x, x.new_zeros(self.longest - len(x), *x.shape[1:])]).contiguous()
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class Sharding:
         return received.movedim(0, 2).flatten(2, 3)[: self.tokens(self.rank)].movedim(0, 2)
 
     def _sent(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send one part to each process, and return the parts that all of them sent here, `(number, ...)`."""
+        """Send one part to each process, and return the parts that all processes sent to this one, `(number, ...)`."""
         received = torch.empty_like(parts)
         distributed.all_to_all_single(received, parts, group=self.group)
         return received

@@ -18,21 +18,24 @@ from rope_patch.context_parallel.row import Backend
 from rope_patch.errors import EvaluationError
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments with which collators tell kernels that see a whole row where its documents begin. `position_ids` say it for
-each part."""
+"""Arguments with which collators tell kernels for whole rows where documents begin. For the parts of a row,
+`position_ids` show it.
+"""
 
 
 class ContextParallelTrainer(Trainer):
     """A `transformers.Trainer` in which every `sharing` consecutive processes share each row: they read the same rows,
-    and each computes its part. Loss, weights and evaluation results are those of one process.
+    and each computes its part. Loss, weights and evaluation results equal those of a single process.
 
     Args:
-        arguments, others: as for `Trainer`; a `compute_loss_func` receives its part of labels that are shifted already.
-        sharing: number of processes; that of all processes is a multiple.
+        arguments, others: the arguments of `Trainer`; a `compute_loss_func` receives its part of labels that are
+            shifted already.
+        sharing: number of processes that share a row; the number of all processes must be a multiple of it.
         backend: see `context_parallel`.
 
     Raises:
-        EvaluationError: the number of all processes is no multiple, or labels are smoothed, which shifts them again.
+        EvaluationError: the number of all processes is not a multiple of `sharing`, or labels are smoothed, which
+            shifts them again.
     """
 
     def __init__(self, *arguments: Any, sharing: int = 1, backend: Backend = "gather", **others: Any) -> None:
@@ -49,12 +52,12 @@ class ContextParallelTrainer(Trainer):
         return mesh_of(self._sharing, self.args.device.type)
 
     def get_cp_size(self) -> int:
-        """The number of processes that read the same targets, so that Trainer counts these once."""
+        """The number of processes that read the same targets, so that Trainer counts the targets once."""
         return 1 if self._counting else self._sharing
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Count the targets of a step once, though every process of a row counts them all. Transformers 5.17 divides by
-        the sizes of accelerate's config, 5.23 by `get_cp_size`: here, neither.
+        """Count the targets of a step once, although every process of a row counts all of them. Transformers 5.17
+        divides by the sizes of accelerate's config, and 5.23 by `get_cp_size`; this method divides by neither.
         """
         self._counting = True
         try:
@@ -75,8 +78,8 @@ class ContextParallelTrainer(Trainer):
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """The function that collects an evaluation from all processes: each row once, though all processes that share
-        it have it.
+        """The function that collects an evaluation from all processes, with each row once, although several processes
+        have it.
         """
         return self._gather_function if self._sharing == 1 else self._rows_once
 
@@ -98,7 +101,7 @@ class ContextParallelTrainer(Trainer):
         and their labels.
 
         Args:
-            arguments, others: as for `Trainer.prediction_step`.
+            arguments, others: the arguments of `Trainer.prediction_step`.
         """
         loss, logits, labels = super().prediction_step(*arguments, **others)
         if self._sharing > 1 and loss is not None:

@@ -1,1 +1,1 @@
-"""Texts, and the windows and rows that measuring and training read of them."""
+"""Texts, windows of them for measurements, and rows of them for training."""

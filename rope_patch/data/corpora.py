@@ -25,8 +25,8 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 
 def load_corpus(split: str = "held_out") -> Dataset:
-    """Load the source of the running Python's standard library, one row per module: available everywhere without
-    download.
+    """Load the source of the running Python's standard library, one row per module: the source is available everywhere
+    without a download.
 
     Tests, third-party packages and generated tables are excluded.
 
@@ -63,7 +63,7 @@ def load_text(
         text: a file, a folder of files, or a pattern. In a folder, every `.txt`, `.md`, `.rst` and `.py` file below it
             is read; if there is none except a README.md, every `.jsonl`, `.json` and `.parquet` file.
         dataset: alternatively, a name or a folder for `datasets.load_dataset`.
-        split: of a dataset; default `test`, or all of a folder without that split.
+        split: split of a dataset; default `test`, or all of a folder without that split.
         column: the column with the text, for data with columns.
         streaming: read a dataset while it is downloaded, as an `IterableDataset`.
 
@@ -87,7 +87,7 @@ def load_text(
 
 
 def name_of_text(text: str | None = None, dataset: str | None = None, split: str | None = None) -> str:
-    """The name in tables for the documents that `load_text` returns for the same arguments."""
+    """The name in tables of the documents that `load_text` returns for the same arguments."""
     name = Path(text).name if text else dataset or "Python's standard library"
     return f"{name}, split {split}" if split else name
 

@@ -19,18 +19,19 @@ DOCUMENTS = 64  # the maximum; more add little information, and each is read at 
 def hold_out(
     documents: Any, tokenizer: Any, longest: int, *, share: float = 0.1, seed: int = 0, name: str = "the text"
 ) -> tuple[Any, Any, str]:
-    """Split documents into the ones for training and the held-out ones; the third result is the name of the latter.
+    """Split documents into documents for training and held-out ones; the third result is the name of the held-out ones.
 
     Whole documents that fill the longest context are drawn at random, as many as the share allows, at most 64 and never
-    the longest of all. If the share is too small for one, the end of the longest document is held out. From a stream
-    the first 64 documents are held out.
+    the longest of all. If the share is too small for one document, the end of the longest document is held out. From a
+    stream the first 64 documents are held out.
 
     Args:
         documents: a dataset or a stream with `name` and `text`.
         longest: the longest measured context, in tokens.
-        share: of all characters; the end of a document has at least the tokens of the longest context.
-        seed: of the random draw.
-        name: of all documents.
+        share: held-out share of all characters; if only the end of a document is held out, it has at least the tokens
+            of the longest context.
+        seed: seed of the random draw.
+        name: name of all documents.
 
     Raises:
         EvaluationError: no document is long enough for the longest context and some training text.
@@ -79,16 +80,16 @@ def halves(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Split a text into two halves that share no token: a choice made on one can be confirmed on the other.
 
-    Documents are dealt in random order. Fewer than 8 would leave too few to each half, so those that have room for it
-    are cut in the middle, and an error over their windows describes these documents alone.
+    Documents are dealt in random order. Fewer than 8 would leave too few to each half, so documents with enough room
+    are then cut in the middle, and an error over their windows describes these documents alone.
 
     Args:
         corpus: rows with `name` and `text`, or `input_ids` in place of `text`.
         needed: tokens of the longest context and its targets; shorter documents stay in the first half.
-        documents: how many of each half are read; default all.
+        documents: the number of documents read from each half; default all.
 
     Raises:
-        EvaluationError: the text has room for one half only.
+        EvaluationError: the text has room for only one half.
     """
     read: dict[int, dict[str, Any]] = {}
     whole: list[int] = []

@@ -20,8 +20,8 @@ Span = tuple[int, int]
 
 
 def draw_spans(length: int, generator: torch.Generator) -> list[Span]:
-    """Draw start and stop of the spans to hide among `length` tokens, in order; none touches another or the first
-    token.
+    """Draw start and stop of the spans to hide among `length` tokens, in order; no span touches another one or the
+    first token.
 
     Raises:
         EvaluationError: there are too few tokens for one span.
@@ -46,8 +46,8 @@ def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
 def corrupt(
     tokens: torch.Tensor, spans: Sequence[Span], sentinels: Sequence[int], end: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hide spans: the encoder's input, the decoder's target, and which target tokens are hidden text, each `(length,)`
-    as `tokens`.
+    """Hide spans, and return the encoder's input, the decoder's target, and a mask of the target tokens that are hidden
+    text, each `(length,)` like `tokens`.
 
     There must be one more sentinel than spans; `end` is the id that closes a text.
     """
@@ -68,7 +68,7 @@ def sentinels_of(tokenizer: Any) -> list[int]:
     """The ids of `<extra_id_0>`, `<extra_id_1>`, ..., up to the last that the tokenizer has.
 
     Raises:
-        EvaluationError: it has none, so the checkpoint was not trained on this task.
+        EvaluationError: the tokenizer has none, so the checkpoint was not trained on this task.
     """
     vocabulary = tokenizer.get_vocab()
     names = list(itertools.takewhile(vocabulary.__contains__, map("<extra_id_{}>".format, itertools.count())))

@@ -1,4 +1,4 @@
-"""A collator that pads rows and places their tokens at positions of their own."""
+"""A collator that pads rows and chooses the positions of their tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class PlacingCollator:
     """A data collator for rows of one text each. A subclass places the tokens of a row; see `_place`.
 
     Attributes:
-        seed: of all draws.
+        seed: seed of all draws.
     """
 
     seed: int
 
     def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
-        """Collate rows of `input_ids` and, where not every token is to be learned, `labels`. Pads that a row has by its
-        `attention_mask`, on either side, are left out; new ones stand on the right.
+        """Collate rows of `input_ids` and, if not every token is to be learned, `labels`. Pads in a row, on either side
+        of its `attention_mask`, are removed; new pads are added on the right.
 
         Raises:
             EvaluationError: a row is longer than the target length, or holds several documents.

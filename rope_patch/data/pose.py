@@ -1,4 +1,4 @@
-"""Positions that skip, so that rows of the training length contain the distances of a longer one.
+"""Positions with skips, so that rows of the training length contain the distances of a longer text.
 
 PoSE: a row of L tokens is cut at random into N chunks, and the positions of chunk i are shifted by u_i:
 
@@ -17,7 +17,7 @@ where the Gaussian is truncated to [2, 2 L_target / L].
 Source: Zhu et al. 2023, "PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training",
 arXiv 2309.10400; the authors' code: dwzhu-pku/PoSE, src/train_pose.py. Wu et al. 2024, "An Efficient Recipe for Long
 Context Extension via Middle-Focused Positional Encoding", arXiv 2406.07138; its formula is read from bigai-nlco/CREAM
-5b18833, src/train.py, which moves what is beyond the two ends onto them instead of truncating.
+5b18833, src/train.py, which moves values beyond the two ends onto the ends instead of truncating.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rope_patch.data.placing import PlacingCollator, Row
 
 @dataclass(frozen=True)
 class PoSECollator(PlacingCollator):
-    """A data collator that pads rows on the right, and lets their positions skip over the whole target length.
+    """A data collator that pads rows on the right, and spreads their positions over the whole target length.
 
-    The positions of a row depend only on its tokens and the seed, so a resumed run sees the same ones. The batch always
-    has an `attention_mask`: without one every skip would count as the start of another document.
+    The positions of a row depend only on its tokens and the seed, so a resumed run sees the same positions. The batch
+    always has an `attention_mask`: without it every skip would count as the start of another document.
     """
 
     target_length: int  # L_target, one more than the highest position; nothing skips if it is the length of the rows

@@ -6,7 +6,7 @@ and 16K in five epochs on rows of up to 8K. Frequencies are YaRN's, with the fac
 with consecutive positions.
 
 Source: Mehta, Yin and Durrett 2026, "Randomized YaRN Improves Length Generalization for Long-Context Reasoning",
-arXiv 2606.23687; without the curriculum its gain is smaller. The formula and the ranges are those of a summary of the
+arXiv 2606.23687; without the curriculum its gain is smaller. The formula and the ranges come from a summary of the
 paper; no code of the authors was found. Ruoss et al. 2023, "Randomized Positional Encodings Boost Length Generalization
 of Transformers", arXiv 2305.16843, drew positions first.
 """
@@ -31,22 +31,23 @@ def curriculum(length: int, target_length: int) -> tuple[int, ...]:
     to the target, and the target in the last two parts.
 
     Args:
-        length: of the rows, in tokens.
-        target_length: of the texts to come, in tokens.
+        length: length of the rows in tokens.
+        target_length: length of later texts in tokens.
     """
     beyond = target_length - length
     return length, length + beyond // 4, length + beyond // 2, target_length, target_length
 
 
 def numbered(rows: Any, number: int, seed: int = 0) -> Any:
-    """Order the rows of a whole training as they are to be trained on, with their places in a column `row_number`.
+    """Put the rows of a whole training into their training order, with their places in a column `row_number`.
 
     Train on them in this order: `TrainingArguments(train_sampling_strategy="sequential", remove_unused_columns=False)`.
 
     Args:
         rows: a dataset of Transformers' `datasets`, or a stream, which keeps its order.
-        number: of rows in the whole training, steps times batch size; a dataset is repeated until it has them.
-        seed: of the order of a dataset.
+        number: number of rows in the whole training, steps times batch size; a dataset is repeated until it has so
+            many.
+        seed: seed of the order of a dataset.
     """
     from datasets import Dataset, concatenate_datasets
 
@@ -62,9 +63,8 @@ class RandomizedCollator(PlacingCollator):
     """A data collator that pads rows on the right, and gives each row a random subset of the positions of a range, in
     ascending order. The range grows in equal parts of the training.
 
-    What is drawn follows from the seed, the tokens of a row and its number alone: neither workers nor a resumed run
-    change it. The batch always has an `attention_mask`: without one every skip would count as the start of another
-    document.
+    The draw depends only on the seed, the tokens of a row and its number: neither workers nor a resumed run change it.
+    The batch always has an `attention_mask`: without it every skip would count as the start of another document.
     """
 
     position_ranges: tuple[
@@ -82,10 +82,11 @@ class RandomizedCollator(PlacingCollator):
             raise EvaluationError(f"rows={self.rows} is not allowed; give the number of rows in the whole training")
 
     def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
-        """Collate rows and draw their positions; pads and labels as in `PlacingCollator`.
+        """Collate rows and draw their positions; for pads and labels see `PlacingCollator`.
 
         Raises:
-            EvaluationError: also, a row has no number though there are several ranges, or rows come in another order.
+            EvaluationError: see `PlacingCollator`, or a row has no number although there are several ranges, or rows
+                come in another order.
         """
         if len(self.position_ranges) > 1:
             _check_order([row.get(NUMBER) for row in rows])

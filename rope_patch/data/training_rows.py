@@ -1,4 +1,4 @@
-"""Rows of tokens to train on, made of documents: packed one after another, or every piece a row of its own."""
+"""Rows of tokens to train on, made from documents: packed one after another, or with every piece in its own row."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def training_rows(
     Args:
         documents: a dataset or a stream with `name` and `text`; the tokenizer's special tokens stand in front of each
             document, and the end-of-text token closes it.
-        vocabulary: how many tokens the model knows.
-        pack: fill every row, see `packed`; otherwise see `cut`.
-        short: of a packed row, see `packed`.
-        seed: of the order of the documents.
-        shuffle_buffer: documents among which a stream is shuffled; None for a dataset.
-        allow_short: accept documents of which none fills a row.
+        vocabulary: number of tokens that the model knows.
+        pack: fill every row, see `packed`; if False, see `cut`.
+        short: length of the short pieces in packed rows, see `packed`.
+        seed: seed of the order of the documents.
+        shuffle_buffer: number of documents in the shuffle buffer of a stream; None for a dataset.
+        allow_short: accept documents even if none of them fills a row.
 
     Raises:
         EvaluationError: a token is beyond the vocabulary, or no document fills a row.
@@ -47,7 +47,9 @@ def training_rows(
         texts = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
         rows = [front + ids + end for ids in texts if ids]
         if (highest := max((max(ids) for ids in rows), default=0)) >= vocabulary:
-            raise EvaluationError(f"token {highest} is beyond the model's {vocabulary}: another model's tokenizer")
+            raise EvaluationError(
+                f"token {highest} is beyond the model's {vocabulary} tokens: use the tokenizer of this model"
+            )
         return {"input_ids": rows}
 
     if shuffle_buffer is not None and not hasattr(documents, "n_shards"):
@@ -61,8 +63,9 @@ def training_rows(
     longest = max(map(len, tokens["input_ids"]), default=0)
     if not len(rows) or (longest < length and not allow_short):
         raise EvaluationError(
-            f"no document fills a row of {length} tokens: without what is held out the longest of {len(tokens)} has "
-            f"{longest}; short ones do not teach long distances; give longer ones, a smaller length or allow_short=true"
+            f"no document fills a row of {length} tokens: without held-out text the longest of {len(tokens)} has "
+            f"{longest}; short documents teach no long distances; use longer ones, a smaller length or "
+            "allow_short=true"
         )
     rows = rows.repeat(-(-batch_size // len(rows)))
     return rows.take(len(rows) // batch_size * batch_size)  # so that every step of an epoch is full
@@ -72,8 +75,8 @@ def packed(documents: list[list[int]], length: int, short: int | None = None) ->
     """Pack documents one after another into full rows. A document that is cut continues in the next row; `position_ids`
     start again with each piece, by which attention keeps the pieces apart.
 
-    With `short`, every second row is cut into pieces of at most so many tokens, so that what a model could do at its
-    training length is trained with the rest: the mixed windows of LongRoPE2 (2502.20082, section 3.3).
+    With `short`, every second row is cut into pieces of at most so many tokens, so that the model keeps its abilities
+    at its training length: the mixed windows of LongRoPE2 (2502.20082, section 3.3).
     """
     tokens = np.array([token for document in documents for token in document], dtype=int)
     places, begins = np.arange(len(tokens)), np.zeros(len(tokens), dtype=bool)
@@ -91,5 +94,5 @@ def packed(documents: list[list[int]], length: int, short: int | None = None) ->
 
 
 def cut(documents: list[list[int]], length: int) -> dict[str, Any]:
-    """Cut documents into pieces, and make every piece a row of its own."""
+    """Cut documents into pieces, and make every piece a separate row."""
     return {"input_ids": [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]}

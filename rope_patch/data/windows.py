@@ -1,4 +1,4 @@
-"""Choose the scored tokens of documents once, so that every length and every scheme scores the same."""
+"""Choose the scored tokens of documents once, so that every length and every scheme scores the same tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WINDOWS = 16  # default number of windows of all documents together
 class Window:
     """A part of a document, `(tokens,)`, up to its last target, and the prefix of its contexts, `(tokens,)`.
 
-    It begins at token `start` of the document, of which `source` is the row of the corpus.
+    The window begins at token `start` of the document in row `source` of the corpus.
     """
 
     document: str
@@ -58,14 +58,15 @@ def select_windows(
     windows_per_document: int | None = 1,
     seed: int = 0,
 ) -> Selection:
-    """Windows as long as the longest context, spread over each document; the first ends where the document ends.
+    """Windows as long as the longest context, spread over each document; the first window ends at the end of the
+    document.
 
     Args:
         corpus: rows with `name` and `text` or `input_ids`, such as a `datasets.Dataset`.
         longest: the longest context length in tokens.
-        targets: T, scored tokens per window; windows of one document share none.
+        targets: T, scored tokens per window; windows of one document share no scored token.
         documents: number of documents, drawn at random if there are more; default all.
-        windows_per_document: the maximum; None for as many as make 16 windows in total, if there is room.
+        windows_per_document: the maximum number; None for enough to make 16 windows in total, if there is room.
 
     Raises:
         EvaluationError: no document is long enough; the message names the longest.
@@ -81,9 +82,9 @@ def spread(
     """Spread windows of `needed` tokens over documents with these `counts` of tokens, as start and end; no two windows
     share any of their last T tokens.
 
-    A document has at most `each` windows; None means one, or as many more as make `total` windows in all documents.
-    Their contexts overlap if a document has no room for adjacent ones. Overlap makes losses more similar than those of
-    different texts, so standard errors over windows of one document are too small rather than too large.
+    A document has at most `each` windows; None means one, or enough to make `total` windows in all documents. Contexts
+    overlap if a document has no room for adjacent ones. Overlap makes losses more similar than losses of different
+    texts, so standard errors over windows of one document are too small rather than too large.
     """
     room = [1 + (count - needed) // targets for count in counts]
     if each is None:
@@ -110,8 +111,8 @@ def select(
     """Draw documents that fill a context of the longest length, and choose places in them.
 
     Args:
-        prefix: of every window, `(tokens,)`.
-        places: returns start and end of the windows for the token counts of documents.
+        prefix: tokens in front of every window, `(tokens,)`.
+        places: a function from the token counts of documents to start and end of the windows.
         limit: maximum number of tokens to read from a document; default all.
 
     Raises:
@@ -149,7 +150,7 @@ def select(
 
 
 def ids_of(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """The tokens of a document, without special ones."""
+    """The tokens of a document, without special tokens."""
     if "input_ids" in row:
         return torch.as_tensor(row["input_ids"]).tolist()
     return bare_ids(tokenizer, row["text"])
@@ -158,7 +159,7 @@ def ids_of(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
 def prefix_of(tokenizer: Any) -> torch.Tensor:
     """The tokens that the tokenizer puts in front of every text, `(tokens,)`, most often a start of text or none.
 
-    Models depend on them, because they were never trained without them.
+    Models depend on these tokens, because they were never trained without them.
     """
     ids = [] if tokenizer is None else tokens_around(tokenizer)[0]
     return torch.tensor(ids, dtype=torch.long)

@@ -1,6 +1,6 @@
 """Positions that programs read from a checkpoint's config, without torch and Transformers.
 
-The standard library is all that this package needs: it is also published alone, as `rope-doctor`.
+This package needs only the standard library, so it is also published alone, as `rope-doctor`.
 """
 
 from .diagnosis import Difference, Reading, Report, as_numbers, diagnose, difference_of

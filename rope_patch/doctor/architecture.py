@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 THETA = ("rope_theta", "rotary_emb_base", "global_rope_theta")
-"""Names of theta at the top of a config, for all layers or for those of full attention."""
+"""Names of theta at the top of a config, for all layers or for the layers with full attention."""
 
 LOCAL_THETA = ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta")
 """Names of theta at the top of a config, for the layers with a window."""
@@ -27,28 +27,30 @@ class Architecture:
     """The defaults of one `model_type`; the defaults of this class are Llama's.
 
     Attributes:
-        known: whether Transformers has the type, so that the other fields are its own.
-        unread: why its positions cannot be read here; empty if they can.
-        hidden_size, num_attention_heads, max_position_embeddings: where the config does not say.
-        head_dim: where the config does not say, also by layer type; None follows from the two sizes.
-        reads_head_dim: the fields that say it, in their order, and sums of fields; null is not the default, it follows
-            from the two sizes.
-        names: what the config calls a size, by its usual name.
-        original: L where the top of the config does not say; it wins over the one beside the scaling.
+        known: whether Transformers has the type, so that the other fields hold its own defaults.
+        unread: the reason why the reader cannot take positions from this type; empty if it can.
+        hidden_size, num_attention_heads, max_position_embeddings: defaults if the config leaves them out.
+        head_dim: default if the config leaves it out, also by layer type; None means hidden_size over
+            num_attention_heads.
+        reads_head_dim: the fields, or sums of fields, that give head_dim, in the order in which they are tried; null
+            means hidden_size over num_attention_heads, and not the default.
+        names: the config's own names of sizes, by the usual name.
+        original: L if the top of the config leaves it out; it wins over an L beside the scaling.
         theta: the base by layer type; one number if all layers are alike.
         reads_theta: the names of theta at the top of the config, by layer type.
-        partial: the share of a head that is rotated where the config does not say, also by layer type.
-        heeds_partial: whether `default` rotates that share; else all of the head, whatever the config says.
+        partial: the share of a head that is rotated if the config leaves it out, also by layer type.
+        heeds_partial: whether `default` rotates that share; if False it rotates the whole head, whatever the config
+            says.
         reads_partial: the names of that share at the top of the config.
-        rope_parameters: taken where the config has none.
-        reads_scaling: whether `rope_scaling` counts, where all layers are alike.
+        rope_parameters: the parameters if the config has none.
+        reads_scaling: whether `rope_scaling` counts, in a model whose layers are alike.
         scaled: the layer types to which one `rope_scaling` applies; None if such a config does not load.
-        flat: the layer types to which `rope_parameters` apply that do not name any.
-        split: whether parameters of no layer type belong to the second one, `compress`, as in DeepSeek V4.
-        fixed: whether no word of the config changes the base or scales it.
-        alpha: whether `dynamic` takes one base for all lengths, theta alpha^(d/(d - 2)).
-        sections, interleaved: as in `Rotation`, where the config does not say; they are the code's own.
-        only_if: fields and the values without which nothing is rotated.
+        flat: the layer types to which `rope_parameters` apply if they name no layer type.
+        split: whether parameters without a layer type belong to the second type, `compress`, as in DeepSeek V4.
+        fixed: whether no field of the config changes or scales the base.
+        alpha: whether `dynamic` uses one base for all lengths, theta alpha^(d/(d - 2)).
+        sections, interleaved: as in `Rotation`, if the config leaves them out; the model's code has these values.
+        only_if: fields with the values that they need so that anything is rotated.
     """
 
     known: bool = True
@@ -78,7 +80,7 @@ class Architecture:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The layer types that have positions of their own; empty if all layers are alike."""
+        """The layer types that have their own positions; empty if all layers are alike."""
         return tuple(self.theta) if isinstance(self.theta, Mapping) else ()
 
 
@@ -94,9 +96,7 @@ def architecture_of(model_type: str) -> Architecture | None:
 
 
 def unknown_architecture(fields: Mapping[str, Any]) -> Architecture:
-    """Llama's defaults, for a type that Transformers lacks; it reads theta and the rotated share under any known
-    name.
-    """
+    """Llama's defaults, for a type that Transformers lacks; theta and the rotated share may have any known name."""
     kinds = ("full_attention", "sliding_attention")
     has_two = any(fields.get(name) is not None for name in LOCAL_THETA)
     return Architecture(

@@ -17,7 +17,7 @@ MOST_TOKENS = 2**40
 
 class Checked:
     """A reader of one file's values, with checks; `notes` has a sentence about each value that programs may read
-    otherwise.
+    differently.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,8 +41,8 @@ class Checked:
         return value
 
     def number(self, name: str, value: Any, above: float = 0.0, most: float = 1e9, least: float | None = None) -> float:
-        """Check a number: above one limit, or at least another, and at most a third. A string that is a number counts,
-        with a note.
+        """Check a number against its limits: above one, at least another, and at most a third. A string that spells a
+        number counts, with a note.
         """
         found = value
         if isinstance(value, str):
@@ -66,7 +66,7 @@ class Checked:
         return found
 
     def size(self, name: str, value: Any) -> int:
-        """Check a count of dimensions or heads; of one for each layer it returns the largest."""
+        """Check a count of dimensions or heads; if the config has one for each layer, return the largest."""
         if isinstance(value, list) and value and all(type(each) is int for each in value):
             value = max(value)
         return int(self.number(name, value, 0, 2**24))

@@ -33,28 +33,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpoints": {
         "nargs": "*",
         "metavar": "CHECKPOINT",
-        "help": "folder, config.json or GGUF file; of two: do both say the same positions?",
+        "help": "folder, config.json or GGUF file; with two, compare their positions",
     },
     "--model": {
         "action": "append",
         "default": [],
         "metavar": "CHECKPOINT",
-        "help": "the same, as other commands take it",
+        "help": "same as CHECKPOINT, as in other commands",
     },
     "--for": {
         "dest": "readers",
         "action": "append",
         "default": [],
         "metavar": "READER[==VERSION]",
-        "help": f"only these readers, also joined by commas: {', '.join(reader.key for reader in READERS)}",
+        "help": f"check only these readers, with spaces or commas: {', '.join(reader.key for reader in READERS)}",
     },
     "--all": {
         "action": "store_true",
-        "help": f"check all configs of a repository: those of the folders, files or patterns named, or {CONFIGS}",
+        "help": f"check all configs of a repository, in the given folders, files or patterns (default: {CONFIGS})",
     },
     "--strict": {
         "action": "store_true",
-        "help": "also fail where a reader computes some texts otherwise, or a config is ambiguous",
+        "help": "also fail if a reader computes some texts differently, or if a config is ambiguous",
     },
     "--json": {"action": "store_true", "help": "print one JSON document, which schema.json describes"},
 }
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(typed[1], names, 1) if typed else []
         hint = f"; did you mean {names[near[0]]!r}?" if near else ""
         if typed and typed[1] in ("scheme", "schemes"):
-            hint = "; it reads what a checkpoint says of itself, without a scheme: " + _WITH_A_SCHEME
+            hint = "; doctor reads a checkpoint's own config, without a scheme: " + _WITH_A_SCHEME
         raise Unreadable(f"{message}{hint}; {self.prog} --help explains all options")
 
 
@@ -95,11 +95,11 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
     """Run the command.
 
     Args:
-        words: of the command line; by default those of this process.
-        program: the name under which it was called.
+        words: arguments of the command line; by default those of this process.
+        program: the name under which the command was called.
 
     Returns:
-        exit status, see the top of this file; 141 if whoever read stdout went away.
+        exit status, see the top of this file; 141 if the reader of stdout went away.
     """
     words = sys.argv[1:] if words is None else words
     try:
@@ -119,7 +119,7 @@ def main(words: Sequence[str] | None = None, program: str = "rope-doctor") -> in
 
 
 def _answered(options: argparse.Namespace) -> tuple[dict[str, Any] | None, str, int]:
-    """Answer the command: as JSON if that was asked for, else in words; and the exit status."""
+    """Return the command's answer, as JSON if you asked for it and else in words, and the exit status."""
     options.checkpoints += options.model
     asked = [name for each in options.readers for name in each.split(",") if name]
     if options.all:

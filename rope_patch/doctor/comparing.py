@@ -16,10 +16,10 @@ class Pair:
     """Two reports, and the differences of their positions.
 
     Attributes:
-        trained, served: what each config says.
-        differences: of the second from the first.
-        lengths: the longest texts of both, where they differ.
-        records: whether one of them has a scheme of rope_patch that the other lacks.
+        trained, served: the report of each config.
+        differences: differences of the second config from the first.
+        lengths: the longest texts of both, if they differ.
+        records: whether one config records a scheme of rope_patch that the other lacks.
     """
 
     trained: Report
@@ -41,7 +41,7 @@ def compare(trained: Source, served: Source, asked: Iterable[str] = ()) -> Pair:
         asked: readers for both, see `diagnose`.
 
     Raises:
-        Unreadable: one of them has no positions that can be read.
+        Unreadable: the positions of one of them cannot be read.
     """
     asked = list(asked)
     one, other = (diagnose(each, asked) for each in (trained, served))

@@ -17,7 +17,9 @@ from .rotation import Rotation
 from .sources import Source
 
 SEEN = 0.01
-"""Radians from which on an angle counts as another one: a cosine differs in the second decimal of a score's addend."""
+"""The smallest difference in radians at which two angles count as different: a cosine then differs in the second
+decimal of a score's addend.
+"""
 
 
 _UNCHECKED = "its code for this model decides what parameters by layer type are, and was not checked"
@@ -26,7 +28,7 @@ _UNKNOWN = 4096
 """The length of a text in tokens that is assumed if the config has none."""
 
 _FINE = 1.02
-"""The ratio of one end of a stretch to the next, where frequencies follow the length."""
+"""The ratio between the ends of two adjacent stretches of lengths, if frequencies follow the length."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Difference:
     """The difference of two rotations of one layer type.
 
     Attributes:
-        layer_type: empty if all layers are alike.
+        layer_type: the layer type; empty if all layers are alike.
         first: the first position at which logits differ.
         angles: the largest difference of a pair's angle in radians, by the length of the text in tokens.
-        temperature: the factor on cos and sin that was found, over the one that is stated.
+        temperature: the factor on cos and sin that the reader uses, divided by the factor that the config states.
         words: the difference as a sentence.
     """
 
@@ -50,18 +52,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reading:
-    """The positions that one reader takes from a config, compared with what the config says.
+    """The positions that one reader takes from a config, compared with the positions that the config states.
 
     Attributes:
-        reader: its name; `version` and `known` as in `Reader`.
+        reader: name of the reader; `version` and `known` are as in `Reader`.
         verdict: `agrees`, `partly`, `differs`, `refuses` or `unknown`.
-        rotations: what it computes, by layer type.
-        differences: from what the config says.
-        reasons: what it does, a sentence each.
-        cures: what to write or to start instead, a line each.
-        sources: where the reasons were read.
-        limit: the longest text that it takes, where that is less than the config's; else None.
-        writes: of a trainer, see `Reader`.
+        rotations: the rotations that it computes, by layer type.
+        differences: differences from the config's own rotations.
+        reasons: sentences, one for each thing that the reader does differently.
+        cures: lines to write into the config, or commands to start the program with.
+        sources: the sources of the reasons.
+        limit: the longest text that the reader accepts, if that is less than the config's; else None.
+        writes: for a trainer, see `Reader`.
     """
 
     reader: str
@@ -83,8 +85,8 @@ class Report:
 
     Attributes:
         path: the file that was read.
-        rotations: what the config says, by layer type, as the newest Transformers takes it.
-        notes: sentences about what programs may take otherwise.
+        rotations: the rotations that the config states, by layer type, as the newest Transformers reads them.
+        notes: sentences about values that programs may read differently.
         readings: one for each reader that was asked for.
     """
 
@@ -95,7 +97,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether no reader is known to compute other positions than the config says."""
+        """Whether no reader is known to compute positions that differ from the config's."""
         return all(reading.verdict in ("agrees", "partly", "unknown") for reading in self.readings)
 
 
@@ -103,11 +105,11 @@ def diagnose(source: Source, asked: Iterable[str] = ()) -> Report:
     """Find out which positions readers take from a config.
 
     Args:
-        source: what `read_source` found.
+        source: the result of `read_source`.
         asked: names of readers behind `--for`, each with a version or without, such as `vllm==0.10`; all by default.
 
     Raises:
-        Unreadable: the config has no positions that can be read, or there is no such reader.
+        Unreadable: the positions of the config cannot be read, or there is no such reader.
     """
     stated = rotations_of(source)
     chosen = [called(name) for name in asked] or [(reader, reader.version) for reader in READERS]
@@ -192,9 +194,7 @@ def reach(rotation: Rotation) -> int:
 
 
 def differences_of(stated: Mapping[str, Rotation], found: Mapping[str, Rotation]) -> tuple[Difference, ...]:
-    """The differences of two readings of a config, by layer type; one rotation stands for all types that it is read
-    for.
-    """
+    """The differences between two readings of a config, by layer type; one rotation may stand for several types."""
     differences = []
     for kind in dict.fromkeys((*stated, *found)):
         one, other = stated.get(kind, stated.get(ALL)), found.get(kind, found.get(ALL))
@@ -211,7 +211,7 @@ def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Differe
     """The difference of a rotation from the stated one; None if both turn every pair alike.
 
     Args:
-        stated, found: what a config says, and what a reader or another config makes of it.
+        stated, found: the rotation that a config states, and the one that a reader or another config computes.
         kind: the layer type.
     """
     old, new = stated.temperature(), found.temperature()
@@ -237,7 +237,7 @@ def difference_of(stated: Rotation, found: Rotation, kind: str = ALL) -> Differe
 
 
 def _described(stated: Rotation, found: Rotation) -> str:
-    """Describe the settings that make a difference of angles, the first three."""
+    """Describe the first three settings that make the angles differ."""
     names = ["rope_type", "theta", "partial"]
     if {stated.rope_type, found.rope_type} != {"default"}:
         names += ["factor", "trained"]
@@ -267,8 +267,8 @@ def _angle(one: Rotation, other: Rotation, length: int) -> float:
 def _first(stated: Rotation, found: Rotation) -> int | None:
     """The first length at which an angle differs by `SEEN`; None if none does up to 16 times the longest text.
 
-    Between the ends of stretches the frequencies stay, so the difference grows with the length. Those of `dynamic`
-    move: there it may sink for a while, and the stretches are short.
+    Within a stretch of lengths the frequencies are constant, so the difference grows with the length. The frequencies
+    of `dynamic` change with the length: the difference may shrink for a while, so its stretches are short.
     """
     last = 16 * (max(reach(stated), reach(found)) or _UNKNOWN)
     ends = {stated.trained, found.trained, stated.longest, found.longest, last}
@@ -290,7 +290,7 @@ def as_numbers(report: Report) -> dict[str, Any]:
     """Convert a report to JSON; `schema.json` describes it.
 
     Args:
-        report: of one config.
+        report: the report on one config.
     """
     return {
         "schema": 1,

@@ -1,7 +1,6 @@
-"""The way from the fields of a config to rotations: spellings, the defaults of each architecture, and values that are
-not allowed.
+"""Rotations from the fields of a config: spellings, the defaults of each architecture, and values that are not allowed.
 
-Where a config says one thing twice, programs differ in which one they take: a `Spelling` is such a choice.
+If a config states a value twice, programs differ in which one they read: a `Spelling` is such a choice.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ ALL = ""
 ORIGINAL = "original_max_position_embeddings"
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-"""Layer types that parameters are named for in configs that do not list their layers."""
+"""Layer types that configs without a list of layers may name parameters for."""
 
 LARGEST_HEAD = 2**12
-"""Most dimensions of a head that a config may name."""
+"""The largest head dimension that a config may name."""
 
 _ALIASES = {"su": "longrope", "mrope": "default", "xdrope": "dynamic", "none": "default", "deepseek_yarn": "yarn"}
-"""Rope types under other names, as remote code and older versions wrote them."""
+"""Other names of rope types, as remote code and older versions wrote them."""
 
 _PHI = ("phi3", "phi4_multimodal")
 """Model types whose first checkpoints call `longrope` by the name of YaRN."""
@@ -51,7 +50,7 @@ _NUMBERS = {
 """The numbers of an entry, and the rope types that have them."""
 
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-"""Numbers for which 0 counts as not given."""
+"""Numbers whose 0 counts as absent."""
 
 _FOR_OTHERS: Mapping[str, Mapping[str, float]] = {
     "short_mscale": {},
@@ -82,16 +81,16 @@ class Spelling:
     """The fields of a config that a program reads, and the order in which they win.
 
     Attributes:
-        keys: the fields that it reads for the scaling, the first that is there and not empty wins.
-        top_theta_first: whether `rope_theta` at the top wins over the one beside the scaling.
+        keys: the fields that it reads for the scaling; the first that is present and not empty wins.
+        top_theta_first: whether `rope_theta` at the top wins over a theta beside the scaling.
         nested: whether it reads parameters by layer type.
-        theta: the base where none is named; None is the architecture's own default.
+        theta: the base if the config names none; None is the architecture's own default.
         inner_theta: whether it reads a theta that stands beside the scaling.
         type_first: whether `type` wins over `rope_type`.
-        top_partial_first: whether `partial_rotary_factor` at the top wins over the one beside the scaling.
+        top_partial_first: whether `partial_rotary_factor` at the top wins over a factor beside the scaling.
         inner_partial: whether it reads a `partial_rotary_factor` that stands beside the scaling.
-        original: where it looks for L, `top` of the config or `entry`, in this order; max_position_embeddings if it is
-            not there.
+        original: the places where it looks for L, `top` of the config or `entry`, in this order; L is
+            max_position_embeddings if neither has it.
     """
 
     keys: tuple[str, ...] = ("rope_scaling", "rope_parameters")
@@ -114,9 +113,9 @@ class Stated:
     """The positions that a config states.
 
     Attributes:
-        rotations: by layer type.
-        notes: a sentence about each thing that programs may take otherwise.
-        entries: by layer type, the fields beside the scaling as they are written.
+        rotations: the rotations by layer type.
+        notes: a sentence about each value that programs may read differently.
+        entries: the fields beside the scaling as written, by layer type.
     """
 
     rotations: Mapping[str, Rotation]
@@ -128,11 +127,11 @@ def rotations_of(source: Source, spelling: Spelling = TRANSFORMERS_5) -> Stated:
     """Read the rotations that a config states, under one spelling.
 
     Args:
-        source: what `read_source` found.
-        spelling: which of its words count.
+        source: the result of `read_source`.
+        spelling: the fields that count, and their order.
 
     Raises:
-        Unreadable: it has no rotary positions, an unknown rope type, or a number that is not allowed.
+        Unreadable: the config has no rotary positions, an unknown rope type, or a number that is not allowed.
     """
     return _Reader(source, spelling).stated()
 
@@ -197,7 +196,7 @@ class _Reader:
         return {kind: each for kind, each in nested.items() if each is not None}
 
     def _entries_of_kinds(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """Like `_entries`, for an architecture whose layer types have thetas of their own."""
+        """Like `_entries`, for an architecture whose layer types have their own thetas."""
         if self.own.split:
             return self._split(next(iter(given.values()), {}))
         entries: dict[str, Any] = {} if given else dict(self.own.rope_parameters)
@@ -220,9 +219,10 @@ class _Reader:
         return {kind: entry for kind, entry in entries.items() if entry is not None}
 
     def _split(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-        """The two entries of DeepSeek V4 (`DeepseekV4Config.__post_init__` of 5.23). If both are named, fields that
-        they leave out come from the top, except that `default` alone rotates whole heads. Else the parameters belong to
-        the compressed keys, with theta and share from the top, and YaRN without a temperature.
+        """The two entries of DeepSeek V4 (`DeepseekV4Config.__post_init__` of 5.23). If the config names both layer
+        types, fields that they leave out come from the top, except that `default` alone rotates whole heads. Else the
+        parameters belong to the compressed keys, with theta and the rotated share from the top, and YaRN without a
+        temperature.
         """
         share = self.fields.get(PARTIAL[0])
         unsaid = self._partial({}, "", "default", self._head_dim("")) if share is None else share
@@ -242,7 +242,7 @@ class _Reader:
         return {main: {PARTIAL[0]: unsaid}, compress: {**scaling, PARTIAL[0]: unsaid}}
 
     def _by_type(self, entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
-        """The parts of an entry that are named by a layer type; null means a layer without positions."""
+        """The parts of an entry under the name of a layer type; null means a layer without positions."""
         listed = self.fields.get("layer_types")
         listed = [name for name in listed if str(name).isidentifier()] if isinstance(listed, list) else []
         names = {*self.own.kinds, *LAYER_TYPES, *listed}
@@ -344,7 +344,7 @@ class _Reader:
         return width
 
     def _size(self, name: str) -> int:
-        """A size under the name that the architecture has for it; 0 if the config lacks it."""
+        """A size, under the architecture's own name for it; 0 if the config lacks it."""
         for each in (self.own.names.get(name, name), name):
             if self.fields.get(each) is not None:
                 return self.checked.size(each, self.fields[each])

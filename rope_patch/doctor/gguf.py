@@ -1,6 +1,7 @@
-"""The header of a GGUF file, as the fields of a config: no weight is read but the lists that divide frequencies.
+"""The header of a GGUF file, as the fields of a config. The only tensors that are read are the lists that divide
+frequencies.
 
-The format: ggml-org/ggml, `docs/gguf.md` (version 3; 2 differs in nothing that is read here).
+Format: ggml-org/ggml, `docs/gguf.md` (version 3; the parts that are read here are the same in version 2).
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ _KEPT = 4096  # entries of an array that are kept; vocabularies are longer and h
 
 
 def fields_of_gguf(path: Path) -> dict[str, Any]:
-    """Read the config that a GGUF file states, with the names of Transformers, and `gguf` with its own names.
+    """Read the config that a GGUF file states, under the names of Transformers; `gguf` holds the file's own names.
 
     Raises:
-        Unreadable: it is truncated, or of a version that is not known.
+        Unreadable: the file is truncated, or its version is unknown.
     """
     with path.open("rb") as file:
         try:
             own, tensors = _header(file)
             lists = {key: _floats(file, tensors[name]) for name, key in _LISTS.items() if name in tensors}
         except (struct.error, OverflowError, MemoryError) as error:
-            raise Unreadable(f"{path} is not a GGUF file, or truncated: {error}") from error
+            raise Unreadable(f"{path} is not a GGUF file, or is truncated: {error}") from error
         except ValueError as error:
             raise Unreadable(f"{path} is not a GGUF file that is known here: {error}") from error
     architecture = own.get("general.architecture", "")
@@ -79,8 +80,8 @@ def fields_of_gguf(path: Path) -> dict[str, Any]:
 def _temperature(stated: Mapping[str, Any], factor: Any) -> float | None:
     """The factor on cos and sin under YaRN; None if it follows from the factor.
 
-    llama.cpp multiplies its own 0.1 ln k + 1 by `attn_factor`, except under DeepSeek's `yarn_log_multiplier`, where it
-    scales the scores instead.
+    llama.cpp multiplies its own 0.1 ln k + 1 by `attn_factor`, except under DeepSeek's `yarn_log_multiplier`, where
+    `attn_factor` scales the scores instead.
     """
     if stated.get("rope.scaling.yarn_log_multiplier"):
         return 1.0
@@ -91,7 +92,7 @@ def _temperature(stated: Mapping[str, Any], factor: Any) -> float | None:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-    """Read the settings, and for each tensor that is a list of float32 its number of floats and its place."""
+    """Read the settings, and for each tensor that is a list of float32 its length and its place in the file."""
     magic, version = file.read(4), _one(file, "I")
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"version {version}; 2 and 3 are known")
@@ -160,7 +161,7 @@ def _skipped(file: BinaryIO, size: int) -> None:
 
 
 def _go(file: BinaryIO, place: int) -> None:
-    """Seek a byte of the file; a place beyond its end is found when something is read there."""
+    """Seek a byte of the file; a place beyond its end only shows when something is read there."""
     if place >= 2**62:
         raise struct.error(f"it names byte {place}")
     file.seek(place)

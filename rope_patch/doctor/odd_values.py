@@ -1,4 +1,4 @@
-"""Odd values that the newest Transformers computes with, and that other programs may refuse or read otherwise."""
+"""Odd values that the newest Transformers computes with, and that other programs may refuse or read differently."""
 
 from __future__ import annotations
 

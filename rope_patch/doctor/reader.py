@@ -14,7 +14,7 @@ from .sources import Source
 from .versions import is_ordered, older
 
 EXACT = 1e-5
-"""Relative difference up to which two frequencies or factors are equal: float32 arithmetic, which readers use."""
+"""The relative difference up to which two frequencies or factors count as equal: readers compute in float32."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Layer:
     """The layers of one type, with the rotation that a reader has derived so far.
 
     Attributes:
-        rotation: what it computes so far.
+        rotation: the rotation so far.
         source: the config.
         entry: the fields beside the scaling, as written.
         kind: the layer type; empty if all layers are alike.
@@ -43,9 +43,9 @@ class Versions:
     """The versions of a program for which a fact holds; by default all.
 
     Attributes:
-        since, until: the first version that does so, and the first that does not any more; empty for all.
-        begun, ended: the same in words, where no version is established but a date or a pull request; it is over, or
-            holds, in the version that the table has.
+        since, until: the first version for which it holds, and the first for which it no longer holds; empty for all.
+        begun, ended: the same in words, if only a date or a pull request is known. The table's version tells whether
+            the fact still holds.
     """
 
     since: str = ""
@@ -57,7 +57,8 @@ class Versions:
         """Whether the fact holds for a version; None if that cannot be told.
 
         Args:
-            newest: the version that the table has. A version that cannot be ordered, such as a commit, may be any.
+            newest: the version that the table has. A version that cannot be ordered, such as a commit, may be older or
+                newer.
         """
         if version == newest or (is_ordered(version) and is_ordered(newest) and older(newest, version)):
             return not self.until and not self.ended
@@ -70,17 +71,17 @@ class Versions:
 
 @dataclass(frozen=True)
 class Deviation(Versions):
-    """One computation of a program that differs from what the config says.
+    """One computation of a program that differs from the config.
 
     Attributes:
-        words: what it does, as the end of a sentence that begins with "it".
-        when: whether the layers of one type meet it.
-        then: what it computes instead; None where it refuses to load the checkpoint.
-        source: repository, path and version that were read, or the thread that reports it.
-        cure: what to write or to start instead; may contain `{length}`.
-        layers: layer types that it is about; empty for all.
-        partly: whether it computes most texts as the config says.
-        silent: whether it says nothing about it.
+        words: the behaviour, as the end of a sentence that begins with "it".
+        when: a test whether it applies to the layers of one type.
+        then: the computation that replaces the config's; None if the program refuses to load the checkpoint.
+        source: repository, path and version that were read, or the thread that reports the deviation.
+        cure: a line to write into the config, or an option to start the program with; may contain `{length}`.
+        layers: the layer types that it applies to; empty for all.
+        partly: whether the program computes most texts as the config says.
+        silent: whether the program says nothing about it.
     """
 
     words: str
@@ -95,11 +96,11 @@ class Deviation(Versions):
 
 @dataclass(frozen=True)
 class Limit(Versions):
-    """A limit of a program: it limits texts to `max_position_embeddings`, though the scaling reaches further.
+    """A program's limit of texts to `max_position_embeddings`, although the scaling reaches further.
 
     Attributes:
-        types: rope types that it is about.
-        with_l: only where the config states L, `original_max_position_embeddings`.
+        types: the rope types that it applies to.
+        with_l: whether it applies only if the config states L, `original_max_position_embeddings`.
     """
 
     types: tuple[str, ...]
@@ -111,10 +112,10 @@ class Understood:
     """The positions that a reader takes from a config.
 
     Attributes:
-        rotations: by layer type.
-        deviations: those that changed something.
-        possible: those that would, if the version is among those that deviate, which is not known.
-        refusal: why it does not load the checkpoint; empty if it does.
+        rotations: the rotations by layer type.
+        deviations: the deviations that changed something.
+        possible: the deviations that would change something if they held for this version, which is not known.
+        refusal: the reason why the reader does not load the checkpoint; empty if it loads it.
     """
 
     rotations: Mapping[str, Rotation]
@@ -128,21 +129,21 @@ class Reader:
     """The facts about one program that reads configs.
 
     Attributes:
-        name: as people call it.
-        key: its name behind `--for`.
-        version: the newest one whose facts are here.
+        name: the usual name.
+        key: the name behind `--for`.
+        version: the newest version that the table has facts about.
         known: `run`, if the program or its own rotary functions ran, or `read`, if its source was read.
-        source: what ran or was read.
-        takes: the words of a config that it takes, as a sentence without its full stop.
-        spelling: the same for `rotations_of`.
+        source: the program, functions or files that ran or were read.
+        takes: the fields of a config that it reads, as a sentence without its full stop.
+        spelling: the same fields for `rotations_of`.
         deviations: in the order in which they apply.
-        limits: what it does to the length of texts.
-        by_layer: model types whose parameters by layer type were looked at, `*` for any; of others it is not known.
-        unchecked: model types of which it is not known either, where `by_layer` has any.
-        writes: of a trainer: what it puts into the config of the checkpoint that it saves.
-        start: the option that gives it the context, with `{length}`.
-        record: what becomes of a scheme that rope_patch alone records, as the end of a sentence.
-        unknown: what is not established about it; sentences.
+        limits: the limits that it sets on the length of texts.
+        by_layer: the model types for which it was checked how the program reads parameters by layer type; `*` for any.
+        unchecked: exceptions from `*` in `by_layer`: model types that were not checked.
+        writes: for a trainer, the fields that it writes into the config of a saved checkpoint.
+        start: the option that sets its context length, with `{length}`.
+        record: the fate of a scheme that only rope_patch records, as the end of a sentence.
+        unknown: sentences on facts that are not established.
     """
 
     name: str
@@ -162,8 +163,8 @@ class Reader:
     unknown: str = ""
 
     def understood(self, source: Source, version: str = "") -> Understood:
-        """Compute the positions that a version of the program takes from a config; by default the newest that is known
-        here.
+        """Compute the positions that a version of the program takes from a config; by default the newest version in the
+        table.
         """
         version = version or self.version
         try:
@@ -179,7 +180,7 @@ class Reader:
 
     def limit(self, source: Source, rotation: Rotation, version: str = "") -> int | None:
         """The longest text that the program takes, in tokens, if it limits the type of a `rotation` of a `source`; else
-        None. The `version` is by default the newest that is known here.
+        None. The `version` is by default the newest in the table.
         """
         version = version or self.version
         for each in self.limits:

@@ -25,16 +25,17 @@ class Rotation:
         rope_type: one of `TYPES`.
         theta: the base b of the frequencies.
         head_dim: dimensions of a head.
-        partial: the share of them that is rotated, `partial_rotary_factor`.
+        partial: the share of these dimensions that is rotated, `partial_rotary_factor`.
         longest: `max_position_embeddings`, in tokens.
-        original: L in tokens, of the types in `NEED_L`.
+        original: L in tokens, for the types in `NEED_L`.
         factor: k.
-        attention_factor: the factor on cos and sin where the config states it; else None, and it follows from k.
-        mscale, mscale_all_dim: DeepSeek's form of YaRN's temperature, where both are set.
+        attention_factor: the factor on cos and sin if the config states it; None if it follows from k.
+        mscale, mscale_all_dim: DeepSeek's form of YaRN's temperature, if both are set.
         beta_fast, beta_slow: rotations within L at the two ends of YaRN's ramp.
         truncate: whether the ends of the ramp are rounded outwards to whole dimensions.
-        low_freq_factor, high_freq_factor: of `llama3`, the ends of its ramp in turns within L.
-        short_factor, long_factor: of `longrope`, one number for each pair; for texts up to L, and for longer ones.
+        low_freq_factor, high_freq_factor: the ends of the ramp of `llama3`, in turns within L.
+        short_factor, long_factor: the lists of `longrope`, one number for each pair, for texts up to L and for longer
+            texts.
         sections: pairs that turn with time, height and width in a multimodal model; empty for one axis.
         interleaved: whether the axes alternate from pair to pair instead of coming one after another.
     """
@@ -80,7 +81,7 @@ class Rotation:
         """The angle in radians that each pair turns from one position to the next.
 
         Args:
-            length: of the text in tokens; `dynamic` and `longrope` follow it.
+            length: length of the text in tokens; `dynamic` and `longrope` depend on it.
         """
         return _FREQUENCIES[self.rope_type](self, length)
 
@@ -166,8 +167,8 @@ def _yarn(rotation: Rotation, length: int) -> list[float]:
 
 
 def _llama3(rotation: Rotation, length: int) -> list[float]:
-    """Frequencies theta_i (s + (1 - s)/k), where s follows the turns within L between the two factors; a step if they
-    are equal (Llama 4).
+    """Frequencies theta_i (s + (1 - s)/k), where s grows with the turns within L, between the two factors; s is a step
+    if they are equal (Llama 4).
     """
     low, high, k = rotation.low_freq_factor, rotation.high_freq_factor, rotation.factor
 

@@ -12,7 +12,7 @@ from .errors import Unreadable
 from .gguf import fields_of_gguf
 
 LARGEST = 64 * 2**20
-"""Bytes of the largest config that is read; published ones have up to a few hundred kilobytes."""
+"""Size in bytes of the largest config that is read; published configs have up to a few hundred kilobytes."""
 
 INNER = ("text_config", "llm_config", "language_config", "language_model", "thinker_config", "decoder")
 """Names under which a config contains the config of its text model."""
@@ -31,7 +31,7 @@ class Source:
 
     Attributes:
         path: the file that was read.
-        fields: of the text model, as written.
+        fields: fields of the text model, as written.
         kind: `config` or `gguf`.
         whole: all fields of the file; the text model's may be inside them.
     """
@@ -66,13 +66,13 @@ class Source:
 def read_source(path: str | Path) -> Source:
     """Read the config of a folder, of a JSON file or of a GGUF file.
 
-    A folder of adapters is read by its base, if that is a folder here.
+    A folder of adapters is read by its base, if the base is a local folder.
 
     Args:
-        path: of any of them.
+        path: path of the folder or file.
 
     Raises:
-        Unreadable: there is no config, or it is not one.
+        Unreadable: there is no config, or the file is not one.
     """
     path = Path(path)
     try:

@@ -1,5 +1,5 @@
-"""A survey of the configs in a repository: which belong to text models, and whether programs read them as they are
-written.
+"""A survey of the configs in a repository: it finds the configs of text models, and checks whether programs read them
+as written.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Found:
     """A file that a survey found, with its report or the reason why it has none.
 
     Attributes:
-        path: as it was found, relative to the working directory unless a pattern was absolute.
-        report: what readers make of it; None where it was not read.
-        skipped: why it was not meant to be read; else empty.
-        unreadable: why it could not be read; else empty.
+        path: path of the file, relative to the working directory unless a pattern was absolute.
+        report: the report on the config; None if it was not read.
+        skipped: the reason why the survey does not read this file; else empty.
+        unreadable: the reason why the file could not be read; else empty.
     """
 
     path: str
@@ -48,14 +48,14 @@ class Found:
     unreadable: str = ""
 
     def status(self, strict: bool) -> int:
-        """The exit status that this file alone would give; `strict` as in the command."""
+        """The exit status for this file alone; `strict` as in the command."""
         if self.report is None:
             return 2 if self.unreadable else 0
         return int(not (is_clear(self.report) if strict else self.report.agrees))
 
 
 def is_clear(report: Report) -> bool:
-    """Whether every reader computes all texts as the config says, and no note raises a doubt about it."""
+    """Whether every reader computes all texts as the config says, and no note raises a doubt."""
     doubts = [note for note in report.notes if not isinstance(note, Aside)]
     return not doubts and all(reading.verdict == "agrees" for reading in report.readings)
 
@@ -64,8 +64,8 @@ def survey(patterns: Iterable[str], asked: Sequence[str] = ()) -> list[Found]:
     """Check every config that patterns match.
 
     Args:
-        patterns: of files, such as `models/**/config.json`; a folder stands for `CONFIGS` in it.
-        asked: readers, see `diagnose`.
+        patterns: patterns of files, such as `models/**/config.json`; a folder stands for `CONFIGS` in it.
+        asked: names of readers, see `diagnose`.
 
     Raises:
         Unreadable: a pattern matches no file, or there is no such reader.
@@ -107,8 +107,8 @@ def _found(path: str, asked: Sequence[str]) -> Found:
 
 
 def _is_of_a_text_model(path: str) -> bool:
-    """Whether a file looks like the config of a text model, also if it is damaged; other files are named `config.json`,
-    too.
+    """Whether a file looks like the config of a text model, damaged or not; other files may have the name
+    `config.json`, too.
     """
     with open(path, "rb") as file:
         content = file.read(LARGEST)
@@ -122,8 +122,8 @@ def _is_of_a_text_model(path: str) -> bool:
 
 
 def words_of_survey(found: Sequence[Found]) -> str:
-    """Print the survey: a line for each file that all read alike or that was skipped, a report for every other, and the
-    sums.
+    """Write the survey: a line for each file that was skipped or that all readers read alike, a report for every other
+    file, and totals.
     """
     return "\n".join([*map(_words, found), "", _sums(found)])
 

@@ -12,7 +12,7 @@ _VERSION = re.compile(
 
 
 def is_ordered(version: str) -> bool:
-    """Whether a version has a place in an order: a number has, also `v1.2` or `b9608`; a commit has not."""
+    """Whether a version can be ordered: a number can, also `v1.2` or `b9608`; a commit cannot."""
     return _COMMIT.fullmatch(version) is None and _VERSION.fullmatch(version) is not None
 
 

@@ -8,7 +8,7 @@ from .diagnosis import Difference, Reading, Report
 from .rotation import NEED_L, Rotation
 
 _WIDE = 26
-"""Columns of the names of readers, unless one is longer."""
+"""Width of the column with names of readers, unless one is longer."""
 
 
 def words_of(report: Report) -> str:

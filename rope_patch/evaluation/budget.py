@@ -1,4 +1,4 @@
-"""Fit a measurement into a budget of minutes, from the time that one window of each length takes."""
+"""Fit a measurement into a budget of minutes, estimated from the time of one window at each length."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ FEWEST = 4  # documents of a half; with fewer their differences say little
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the measuring that reads the same text for every line.
+    """A part of the measurement that reads the same text for every line.
 
     Attributes:
-        seconds: of one line, see `seconds_of_a_line`.
-        least: lines that are measured whatever is found: references, a first candidate, the confirmation of the best.
-        wanted: lines after which the search is worth its name.
+        seconds: seconds for one line, see `seconds_of_a_line`.
+        least: the number of lines that are measured in any case: references, a first candidate, the confirmation of the
+            best.
+        wanted: the number of lines that makes the search worthwhile.
     """
 
     seconds: float
@@ -36,12 +37,12 @@ class Part:
 
 
 def seconds_per_token(model: nn.Module, task: Task, lengths: Sequence[int]) -> dict[int, float]:
-    """The seconds that a token takes at each length: one window of each is scored and timed, after one of the shortest
-    that warms the model up.
+    """The seconds for each token at each length: the function times one window of each length, after one of the
+    shortest to warm up.
 
     Args:
-        model: without a scheme.
-        task: resolved for these lengths, in tokens.
+        model: the model without a scheme.
+        task: the task, resolved for these lengths in tokens.
     """
     rates = {}
     for number, length in enumerate(task.passes(lengths)):
@@ -55,7 +56,7 @@ def seconds_per_token(model: nn.Module, task: Task, lengths: Sequence[int]) -> d
 
 
 def seconds_of_a_line(rates: Mapping[int, float], task: Task, lengths: Sequence[int]) -> float:
-    """About how many seconds a task takes under one scheme, on all processes together."""
+    """Estimate the seconds that a task takes under one scheme, on all processes together."""
     windows = {
         id(item): rates[length] * task.size(item)
         for length in task.passes(lengths)
@@ -66,11 +67,12 @@ def seconds_of_a_line(rates: Mapping[int, float], task: Task, lengths: Sequence[
 
 
 def documents_before(rows: Sequence[Row], length: int, task_of: Callable[[int], Task]) -> int | None:
-    """How many documents of a half an earlier run of the same measuring read; None if `rows` has no such run.
+    """The number of documents of a half that an earlier run of the same measurement read; None if `rows` has no such
+    run.
 
     Args:
-        length: at which it was measured, in tokens.
-        task_of: the task for a number of documents, resolved.
+        length: the length of that run in tokens.
+        task_of: makes the resolved task for a number of documents.
     """
     texts = {row.texts for row in rows}
     numbers = sorted({row.documents for row in rows if row.documents}, reverse=True)
@@ -87,13 +89,13 @@ def halves_within(
     """The two halves of a text with as many documents as a budget allows.
 
     Args:
-        minutes: that are left.
-        documents: of each half, as `fewer_documents` lists them; the first number that suits is taken.
-        halves_of: the tasks for a number of documents.
-        parts_of: what is measured on them.
+        minutes: the remaining minutes.
+        documents: numbers of documents of each half, as `fewer_documents` lists them; the first that fits is taken.
+        halves_of: makes the tasks for a number of documents.
+        parts_of: gives the parts that are measured on these tasks.
 
     Raises:
-        EvaluationError: the budget does not even cover the least; the message says what would.
+        EvaluationError: the budget does not cover the smallest measurement; the message names a budget that does.
     """
     least = wanted = math.inf
     for number in documents:
@@ -112,7 +114,7 @@ def halves_within(
 
 
 def fewer_documents(documents: int, chosen: bool) -> list[int]:
-    """Numbers of documents to try: all of them, and then ever half, unless you have chosen their number."""
+    """Numbers of documents to try: all, then half of the previous number each time, unless you have chosen a number."""
     numbers = [documents]
     while not chosen and numbers[-1] > FEWEST:
         numbers.append(max(FEWEST, numbers[-1] // 2))

@@ -29,7 +29,7 @@ CLOSEST = 3  # the number of lines, besides the references, that the close-up sh
 
 
 def blank(width: float, height: float, **settings: Any) -> Figure:
-    """Make an empty white figure, its size in inches, that pyplot does not know.
+    """Make an empty white figure of a size in inches, without pyplot.
 
     Raises:
         MissingPackage: there is no matplotlib.
@@ -41,11 +41,11 @@ def blank(width: float, height: float, **settings: Any) -> Figure:
 
 
 def sheet(title: str, caption: str, height: float, rows: int = 1, columns: int = 1, **panels: Any) -> Any:
-    """Make an empty figure and return it with its axes, one after another; `height` in inches is that of the panels.
+    """Make an empty figure and return it with its axes in a row; `height` is the height of the panels in inches.
 
     Args:
         title: the subject, in a few words.
-        caption: what a reader needs to know beside it; it stands below, wrapped.
+        caption: the text below the figure, wrapped.
     """
     lines = [line for part in caption.split("\n") for line in textwrap.wrap(part, int(14.6 * WIDTH))]
     figure = blank(WIDTH, height + 0.35 + 0.16 * len(lines), layout="constrained")
@@ -87,10 +87,10 @@ def figure(rows: Sequence[Row], **settings: Any) -> Figure:
 def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") -> Figure:
     """Draw loss (y) against context length in multiples of L (x, log 2), with bands of standard errors.
 
-    Below it, where the sliding window or truncated text is among the lines, NLL minus that of this reference with the
-    errors of this difference: beneath zero, what lies beyond L helps to predict the same tokens. The sliding window is
-    left out where it lost its sinks. Of a training, the first measurement of a scheme is dotted, and of the others the
-    last is shown.
+    If the sliding window or truncated text is among the lines, a panel below shows NLL minus the NLL of this reference,
+    with the errors of the difference: below zero, text beyond L helps to predict the same tokens. The sliding window is
+    left out if it lost its sinks. With several measurements from one training, the first is dotted, and of the others
+    only the last is shown.
     """
     grid = Grid.from_rows(rows)
     trained = grid.any.training_length
@@ -133,7 +133,7 @@ def loss_lines(rows: Sequence[Row], title: str = "Loss against context length") 
 def heat_maps(rows: Sequence[Row], what: str = "the answers") -> Figure:
     """Draw a heat map for each scheme: percent of correct answers, depth or task down, length across.
 
-    The control with nothing hidden is below the depths, and steps show where what is hidden is farther than L.
+    The control with nothing hidden is below the depths, and steps show where the hidden text is farther back than L.
     """
     import numpy as np
 
@@ -217,7 +217,7 @@ def close_range(apart: Mapping[Series, Sequence[tuple[float, float]]]) -> tuple[
     whole.
 
     Args:
-        apart: the differences and their errors by series, without the cut.
+        apart: the differences and their errors by series, without truncated text.
     """
     finite = {one: [pair for pair in pairs if math.isfinite(pair[0])] for one, pairs in apart.items()}
     measured = [one for one in finite if finite[one]]
@@ -264,8 +264,8 @@ def plot_band(chart: Any, at: Sequence[float], values: Sequence[tuple[float, flo
 
 
 def _style(series: Series, grid: Grid) -> dict[str, Any]:
-    """The style of a line: references are dashed without markers, no two of the others look alike, and the line before
-    a training is dotted.
+    """The style of a line: references are dashed without markers, all other lines look different from each other, and
+    the line before a training is dotted.
     """
     if series.line in COMPARED:
         colour, style = INK if series.line == grid.baseline else "#8A8A8A", "-." if series.line in CONTROLS else "--"

@@ -31,16 +31,18 @@ class EffectiveLength:
 def effective_length(rows: Sequence[Row]) -> EffectiveLength | None:
     """The longest length at which the mean score of a scheme is at least 0.85 of its best one at the shortest lengths.
 
-    The shortest lengths are those up to L, or else the first. `low` and `high` are where the mean would have to fall or
-    rise by two errors, which are those of shares of as many questions, at least as large as those of their scores.
+    The shortest lengths are all lengths up to L, or the first length if none is. `low` and `high` are the longest
+    lengths at which the mean, lowered or raised by two errors, still reaches the threshold. The errors are those of
+    shares of as many questions, which are at least as large as the errors of the scores.
 
     Source: Modarressi et al. 2025, "NoLiMa", arXiv 2502.05167, section 4.1.
 
     Args:
-        rows: of one scheme: all depths, or all tasks.
+        rows: rows of one scheme, with all depths or all tasks.
 
     Returns:
-        None if the scheme gives less than a tenth of the answers at the shortest lengths: it cannot do the task.
+        the effective length; None if fewer than a tenth of the answers at the shortest lengths are correct, so that the
+        scheme cannot do the task.
     """
     cells = {n: [row for row in rows if row.length == n] for n in sorted({row.length for row in rows})}
     means = {n: fmean(row.share for row in cell) for n, cell in cells.items()}
@@ -57,8 +59,8 @@ def effective_length(rows: Sequence[Row]) -> EffectiveLength | None:
 
 
 def variance_of(cell: Sequence[Row]) -> float:
-    """The variance of the mean of shares p of n questions: p (1 - p) / n each, with two right and two wrong answers
-    added (Agresti).
+    """The variance of the mean of shares p of n questions. Each share has p (1 - p) / n, with two right and two wrong
+    answers added (Agresti).
     """
     variances = []
     for row in cell:

@@ -4,10 +4,10 @@
     python -m rope_patch.evaluation.lm_eval --model rope_patch ...
 
 Releases after 0.4.13 find it by the entry point `lm_eval.models` (pull request 4013 of the harness). 0.4.13 finds no
-models of other packages; there, write the second line: the harness's own command, in which this model has a name.
+models of other packages; with it, use the second line, which runs the harness's own command with this model registered.
 
-The harness splits `--model_args` at commas. A scheme with several fields has semicolons in their place, or quotes
-within the quotes of the shell, or stands in JSON or in the YAML file of `--config`.
+The harness splits `--model_args` at commas. For a scheme with several fields write semicolons instead, put quotes
+inside the quotes of the shell, or use JSON or the YAML file of `--config`.
 """
 
 from __future__ import annotations
@@ -44,23 +44,26 @@ from rope_patch.schemes.registry import scheme_from_dict, split_outside_brackets
 NAME = "rope_patch"
 
 ELSEWHERE = ("autogptq", "gptqmodel", "delta")
-"""Arguments of `hf` with which it loads weights past `from_pretrained`, so that no scheme would reach them."""
+"""Arguments of `hf` that load weights without `from_pretrained`, so that no scheme would reach them."""
 
 _say = logging.getLogger(f"lm_eval.{NAME}").info  # logged among the harness's own lines
 
 
 class RopePatchLM(HFLM):
-    """A checkpoint under a scheme, as a model of lm-eval. All other arguments are those of its `hf`.
+    """A checkpoint under a scheme, as a model of lm-eval. All other arguments are those of the harness's `hf`.
 
     Args:
         pretrained: a folder, a Hub ID, a GGUF file or a folder of PEFT adapters. Remote code is never run.
-        scheme: such as `rerope:window=512+logn`, with `;` for `,` if you like; default the one that the checkpoint or
-            the adapters record, and `plain` for the checkpoint without it. `target=auto` is `max_length`.
-        max_length: longest prompt with its answer, in tokens; the harness cuts longer ones from the left. Default what
-            the model reads under the scheme: its maximum, what the fields say, or 4 L if they set no limit.
+        scheme: a scheme such as `rerope:window=512+logn`, with `;` or `,` between fields; default the scheme that the
+            checkpoint or the adapters record. `plain` is the checkpoint without a scheme. `target=auto` is
+            `max_length`.
+        max_length: longest prompt with its answer, in tokens; the harness cuts longer ones from the left. Default the
+            length that the model reads under the scheme: its maximum, the length that the fields set, or 4 L if they
+            set no limit.
 
     Raises:
-        EvaluationError: an argument means nothing here, or is a field of the scheme that a comma has cut off.
+        EvaluationError: an argument has no meaning for this model, or is a field of the scheme that a comma has cut
+            off.
         RopePatchError: the checkpoint cannot be loaded, or the scheme does not fit it.
     """
 
@@ -101,7 +104,7 @@ class RopePatchLM(HFLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Add `scheme`, `training_length` and `max_length` to the harness's own facts for its results."""
+        """Add `scheme`, `training_length` and `max_length` to the facts that the harness writes into its results."""
         return {**super().get_model_info(), **self._facts, "max_length": self.max_length}
 
     def _get_config(self, pretrained: str, *, revision: str = "main", subfolder: str = "", **_: Any) -> None:
@@ -128,8 +131,8 @@ class RopePatchLM(HFLM):
 
 
 def _read_scheme(scheme: Any, others: Mapping[str, Any]) -> Any:
-    """Read the scheme in the form that `patch` takes; `others` are further arguments, of which none may be one of its
-    fields.
+    """Read the scheme in the form that `patch` takes; `others` are further arguments, none of which may be a field of
+    the scheme.
     """
     if isinstance(scheme, dict) and "name" in scheme:
         return scheme_from_dict(scheme)
@@ -152,7 +155,9 @@ def _read_scheme(scheme: Any, others: Mapping[str, Any]) -> Any:
 
 
 def _bring_under(model: nn.Module, scheme: Any) -> None:
-    """Patch a loaded model, in place, under a scheme that replaces the one it was saved under; None keeps that one."""
+    """Patch a loaded model in place. The scheme replaces the one that the model was saved under; None keeps that
+    scheme.
+    """
     handle = find_handle(model)
     if scheme is None:
         return

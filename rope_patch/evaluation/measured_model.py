@@ -23,7 +23,7 @@ from rope_patch.schemes.target import resolved
 
 @dataclass(frozen=True)
 class Learned:
-    """The learned parameters that a checkpoint had under a scheme that was removed: by name, of any shape."""
+    """The learned parameters of a scheme that was removed from a checkpoint: by name, of any shape."""
 
     scheme: Scheme
     values: dict[str, torch.Tensor]
@@ -35,7 +35,7 @@ def pop_scheme(
 ) -> Learned | None:
     """Remove the scheme under which a checkpoint was saved, and return its learned parameters.
 
-    `say` is told which scheme that was, and what is done with the checkpoint `then`.
+    `say` receives a message that names this scheme and the next action, `then`.
     """
     handle = find_handle(model)
     if handle is None:
@@ -54,8 +54,8 @@ class MeasuredModel:
     learned parameters of a scheme that was removed. The `stacks` are those of the unpatched model.
 
     Raises:
-        AlreadyPatched: parts of it have different schemes.
-        UnsupportedModel, EvaluationError: it is not a supported language model.
+        AlreadyPatched: parts of the model have different schemes.
+        UnsupportedModel, EvaluationError: the model is not a supported language model.
     """
 
     def __init__(self, model: nn.Module, learned: Learned | None = None) -> None:

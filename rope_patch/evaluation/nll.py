@@ -18,7 +18,7 @@ def chunked_nll(
 
     The stack runs once, over the whole length. The head, whose memory would grow with length x vocabulary, sees only
     the scored positions, a chunk at a time. Within `context_parallel` the processes share the row, and all of them
-    return the same.
+    return the same losses.
 
     Args:
         model: a causal language model of Transformers, also inside PEFT or another wrapper.

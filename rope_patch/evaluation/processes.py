@@ -24,10 +24,10 @@ def joined(cpu: bool = False) -> PartialState:
 
 
 def sharing_rows(number: int, model: nn.Module) -> AbstractContextManager[Any]:
-    """Within the block, `number` consecutive processes share each row of a model; nothing changes for one.
+    """Within the block, `number` consecutive processes share each row of a model; with 1 nothing changes.
 
     Raises:
-        EvaluationError: the number of all processes is not a multiple.
+        EvaluationError: the number of all processes is not a multiple of `number`.
     """
     if number == 1:
         return nullcontext()
@@ -42,8 +42,8 @@ def on_main(action: Callable[[], Result]) -> Result:
 def over_processes(function: Callable[[Item], Result], items: Sequence[Item], model: nn.Module) -> list[Result]:
     """Map a function over items, like `[function(item) for item in items]`, with the items divided over the processes.
 
-    If FSDP2 shards the weights of the model, or processes share each row, all must make the same calls, so each works
-    on all items.
+    If FSDP2 shards the weights of the model, or processes share each row, all processes must make the same calls, so
+    each works on all items.
     """
     if sharing_of(model) is not None:
         return [function(item) for item in items]

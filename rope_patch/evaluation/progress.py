@@ -21,15 +21,15 @@ class Progress:
 
         cost of l tokens = l + l^2 / (12 d)
 
-    is the ratio of multiplications in a Llama of width d: for each token and layer 12 d^2 for its weights, l d in its
-    causal attention.
+    is proportional to the multiplications in a Llama of width d: for each token and layer 12 d^2 with the weights, and
+    l d in causal attention.
 
     The main process shows a bar on a terminal, and elsewhere a line per finished cell. If stderr was replaced, as in a
     notebook, it shows nothing.
 
     Args:
         cells: the lengths of the contexts that each cell reads.
-        ahead: how many similar measurements follow.
+        ahead: the number of similar measurements that follow.
     """
 
     def __init__(self, model: nn.Module, cells: Sequence[Sequence[int]], ahead: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A row of results, one line of JSON for any measurement: an interrupted run loses none, and measures none twice."""
+"""A row of results, one line of JSON for any measurement: an interrupted run loses no row, and measures none twice."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ _SHARES = ("accuracy", "exact", "control_accuracy", "control_exact", "chosen_sha
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One cell of a table, with all data that it depends on. Fields that a task does not have stay None.
+    """One cell of a table, with all data that it depends on. Fields that a task does not use stay None.
 
     Attributes:
         model: a name for tables; `weights` is the fingerprint of its parameters.
         line: the scheme's name in the table, such as `pi:target=auto`.
         scheme: the measured scheme, with all fields filled in; `{"name": "plain"}` without one.
-        length: of the context in tokens; for `by_position` the last position of the bin.
+        length: length of the context in tokens; for `by_position` the last position of the bin.
         training_length: L in tokens.
-        step: after how many steps of a training this was measured; None without one.
+        step: number of training steps before the measurement; None without a training.
         task: the name of the task.
         text: the name of the file or dataset.
-        protocol: of perplexity.
+        protocol: the protocol of perplexity.
         targets: scored tokens per window; for overlapping windows, the stride.
         texts, prompts: fingerprint of the scored texts, or of the questions.
         asked: the requested number of documents, if any.
         nll: mean negative log-likelihood in nats per token; `perplexity` is its exponential.
-        nll_by_document: the mean of each document; with fewer than 8 documents those of their windows, or of blocks of
-            many windows.
-        chosen_share, others_nll: where a protocol scores only some of the last tokens, their share, and the NLL of the
+        nll_by_document: the mean of each document; with fewer than 8 documents the means of their windows, or of blocks
+            of many windows.
+        chosen_share, others_nll: if a protocol scores only some of the last tokens, their share, and the NLL of the
             others; `scored_tokens` is their number.
-        depth: share of the filler before what is hidden.
-        distance: the smallest number of tokens from the end of what is hidden to the end of the question.
+        depth: share of the filler before the hidden text.
+        distance: the smallest number of tokens from the end of the hidden text to the end of the question.
         accuracy, exact: share of correct keys or tokens, and of wholly correct answers.
-        control_accuracy, control_exact, control_nll: the same with nothing hidden.
-        scores: what each question scored, from 0 to 1; `score` is their mean, `error` its standard error.
+        control_accuracy, control_exact, control_nll: the same shares and NLL with nothing hidden.
+        scores: the score of each question, from 0 to 1; `score` is their mean, `error` its standard error.
     """
 
     line: str
@@ -128,7 +128,7 @@ class Row:
 
     @staticmethod
     def key_of(fields: Mapping[str, Any]) -> str:
-        """The key of a row from its fields, also before it is measured."""
+        """The key of a row from its fields, measured or not."""
         names = KEY if fields.get("step") is None else ("line", "step", "length")  # one file belongs to one training
         return json.dumps([fields.get(name) for name in names], sort_keys=True)
 
@@ -191,7 +191,7 @@ class Rows:
 
     Raises:
         OSError: the file cannot be written.
-        EvaluationError: it contains anything but rows, or is not a file; it stays unchanged.
+        EvaluationError: the file contains anything but rows, or is not a regular file; it stays unchanged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -209,9 +209,7 @@ class Rows:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows: the ones in the file when it was opened, and the ones appended since; with equal keys only the
-        last.
-        """
+        """All rows, from the file when it was opened and appended since; of rows with equal keys only the last."""
         return list(self._rows.values())
 
     def find(self, key: str) -> Row | None:

@@ -35,7 +35,8 @@ def run(
 ) -> list[Row]:
     """Measure every scheme at every length: the shortest length first, under every scheme, cell by cell of the task.
 
-    So an interrupted run has compared all schemes on what it reached, and what takes longest comes last.
+    So an interrupted run has compared all schemes on the lengths that it reached, and the slowest measurements come
+    last.
 
     The model has no scheme before, between and after the measurements. A patched model is measured as it is, and only
     under its own scheme.
@@ -45,18 +46,19 @@ def run(
 
     Args:
         model: a language model of Transformers, also inside PEFT or another wrapper.
-        task: what is measured, see `rope_patch.evaluation.tasks`.
+        task: the task, see `rope_patch.evaluation.tasks`.
         schemes: scheme objects or strings; a string may be `plain`, and may contain `target=auto` (see `scheme_at`).
         lengths: context lengths in tokens, ascending.
         rows: file for new rows; rows of an earlier run in it are not measured again.
-        name: of the model in the rows; default `model.config.name_or_path`.
+        name: name of the model in the rows; default `model.config.name_or_path`.
         trained: learned parameters from `pop_scheme`, used for lines of their scheme.
-        ahead: how many similar calls follow, for the estimate of the remaining time.
-        sharing: number of processes that share each row, for texts that do not fit one; for perplexity of decoders.
+        ahead: the number of similar calls that follow, for the estimate of the remaining time.
+        sharing: number of processes that share each row, for texts that do not fit into one process; for perplexity of
+            decoders.
 
     Raises:
         EvaluationError: lengths, settings or texts do not fit together.
-        AlreadyPatched: the model has another scheme than the requested one.
+        AlreadyPatched: the model already has a different scheme.
         UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme does not fit the model.
             All errors are raised before anything is computed.
     """
@@ -138,7 +140,7 @@ def _measure(
 def _recall(
     wanted: Sequence[dict[str, Any]], rows: Rows | None, same_as: dict[str, Any] | None, measured: Sequence[Row]
 ) -> list[Row] | None:
-    """The rows of a cell without measuring, if an earlier run has all of them, or this run has a row with the same
+    """The rows of a cell without a measurement, if an earlier run has all of them, or this run has a row with the same
     scores.
     """
     recalled = [row for fields in wanted if rows is not None and (row := rows.recall(fields))]
@@ -168,7 +170,7 @@ def _new_sizes(task: Task, cells: Sequence[Cell]) -> list[list[int]]:
 
 
 def _check_prefixes(passes: Sequence[SchemeAtLength], model: MeasuredModel) -> None:
-    """Refuse length-dependent schemes: one pass has the losses of every prefix only if nothing depends on length."""
+    """Refuse length-dependent schemes: one pass gives the losses of every prefix only if nothing depends on length."""
     for one in passes:
         has_own = one.scheme is not None and "frequencies" in one.scheme.slots
         owners = one.scheme, None if has_own else model.stacks[0].native

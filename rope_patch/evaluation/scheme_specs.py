@@ -29,7 +29,7 @@ _NAMES = {PLAIN: "plain checkpoint", WINDOW: "sliding window", TRUNCATED: "trunc
 
 
 def in_a_sentence(line: str) -> str:
-    """The display name of a line in a sentence: references but truncated text have an article."""
+    """The display name of a line in a sentence: references have an article, except truncated text."""
     name = display_name(line)
     return f"the {name}" if line in _NAMES and line != TRUNCATED else name
 
@@ -38,7 +38,7 @@ def display_name(line: str | Scheme) -> str:
     """The display name of a line: "ReRoPE, w = 128, log-n" for `rerope:window=128+logn`.
 
     Every scheme is shown by its `title`, or by the name of its class. Fields with default values and `target=auto` are
-    omitted; a spec with brackets stays unchanged, but of long ones the middle is left out.
+    omitted. A spec with brackets stays unchanged, but the middle of a long one is left out.
     """
     line = str(line)
     if line in _NAMES or "[" in line:
@@ -61,7 +61,7 @@ def scheme_at(spec: str, length: int, checkpoints: Iterable[Checkpoint] = ()) ->
     Args:
         spec: `plain` or a control, which return None, or a spec for `get_scheme`, such as `yarn:target=auto`.
         length: l, the context length in tokens.
-        checkpoints: of the parts of a model, to fill fields that follow from a target.
+        checkpoints: checkpoints of the parts of a model, to fill fields that follow from a target.
 
     Raises:
         UnknownScheme, InvalidField, SlotConflict: the spec is not a scheme, or the scheme cannot reach its target.
@@ -95,7 +95,7 @@ def check_lengths(lengths: Sequence[int]) -> None:
     """Check that context lengths are ascending whole numbers of tokens.
 
     Raises:
-        EvaluationError: they are not.
+        EvaluationError: the lengths are not ascending whole numbers.
     """
     shown = f"lengths {', '.join(map(str, lengths))}"
     if not lengths:
@@ -109,7 +109,7 @@ def check_lengths(lengths: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class SchemeAtLength:
-    """A scheme at one length, to be measured under one patch."""
+    """A scheme at one length, measured under one patch."""
 
     line: str
     scheme: Scheme | None  # None is the plain checkpoint
@@ -138,7 +138,7 @@ def schemes_at_lengths(
         UnknownScheme, InvalidField, SlotConflict, UnsupportedModel, NothingToPatch: a scheme does not fit the model.
 
     Warns:
-        RopePatchWarning: a scheme changes nothing at a length beyond L, or at any, or reaches less far than the
+        RopePatchWarning: a scheme changes nothing at a length beyond L or at every length, or reaches less far than the
             checkpoint does today.
     """
     lines = [str(spec) for spec in schemes]

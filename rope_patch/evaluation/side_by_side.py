@@ -1,4 +1,4 @@
-"""The losses of several schemes of static frequencies from one forward: each row of a batch has one of them."""
+"""The losses of several schemes with static frequencies from one forward: each row of a batch runs under one scheme."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class SideBySide(Scheme):
-    """A scheme that gives every row of a batch the static frequencies of a scheme of its own."""
+    """A scheme that gives every row of a batch the static frequencies of a different scheme."""
 
     name = "side_by_side"
     length_dependent = True  # so that frequencies may differ by row
@@ -29,7 +29,7 @@ class SideBySide(Scheme):
     schemes: tuple[Scheme, ...]
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """The frequencies of each scheme, `(len(schemes), d/2)`; arguments as in `Scheme`."""
+        """The frequencies of each scheme, `(len(schemes), d/2)`; the arguments are those of `Scheme.frequencies`."""
         each = [scheme.frequencies(rotary) for scheme in self.schemes]
         device = None if length is None else length.device
         temperatures = torch.tensor([[float(one.attention_scaling)] for one in each], device=device)
@@ -39,12 +39,13 @@ class SideBySide(Scheme):
 def measure_together(
     model: MeasuredModel, task: Protocol, length: int, schemes: Sequence[Scheme], rows: Rows, name: str
 ) -> list[Row]:
-    """Measure schemes of static frequencies together, one forward for each context; the rows equal those of `run`.
+    """Measure schemes with static frequencies together, with one forward for each context; the rows equal those of
+    `run`.
 
     Args:
-        schemes: as many contexts have to fit into memory.
+        schemes: the schemes; memory has to hold one context for each.
         rows: file for new rows; rows of an earlier run in it are not measured again.
-        name: of the model in the rows.
+        name: name of the model in the rows.
     """
     (cell,) = task.cells(length)
     jobs = schemes_at_lengths(schemes, [length], model)

@@ -1,8 +1,9 @@
 """Standard errors, and tests whether a difference is more than noise. Differences are paired by text, because a hard
-text is hard for both.
+text is hard for both schemes.
 
-The error of n documents is s / sqrt(n). With fewer than 8 documents it is that of their windows, or of blocks of
-adjacent windows, and allows for what neighbours share (`error_of_neighbours`). It describes only these documents.
+The error of n documents is s / sqrt(n). With fewer than 8 documents it is the error of their windows, or of blocks of
+adjacent windows, and allows for the correlation of neighbours (`error_of_neighbours`). It then describes only these
+documents.
 """
 
 from __future__ import annotations
@@ -40,15 +41,14 @@ def error_of_neighbours(values: Sequence[float]) -> float | None:
         b_j = sqrt(2 / n) sum_i x_i cos(pi j (i + 1/2) / n)
         f_j = (1 - r)^2 / (1 - 2 r cos(pi j / n) + r^2),  r = 0.33
 
-    The slowest cosines hold what neighbours share: their squares estimate the variance of the mean under any
+    The slowest cosines hold the part that neighbours share: their squares estimate the variance of the mean under any
     correlation that fades within the text. f_j is the share that they see if neighbours correlate by r. The estimate
     has q = n / 4 degrees of freedom, at least 2, for which Student's t_q allows.
 
     Source: Lazarus, Lewis, Stock & Watson 2018, "HAR Inference: Recommendations for Practice" (equal-weighted cosines);
     f_j from the spectrum of an autoregressive process.
 
-    Returns:
-        None for fewer than two values, or if one is not finite.
+        Returns: the error; None for fewer than two values, or if one is not finite.
     """
     if not _usable(values):
         return None
@@ -105,7 +105,7 @@ def is_below(row: Row, reference: Row, tries: int = 1) -> bool:
     """Whether a loss is below another loss on the same texts by more than noise.
 
     Args:
-        tries: how many rows this one is the best of.
+        tries: the number of rows that this row is the best of.
     """
     difference, error = paired_difference(row, reference)
     return error is not None and not tells_nothing(row) and difference < -noise_of(row, tries) * error
@@ -115,7 +115,7 @@ def best_of_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
     """The best encoding of each length, if it is below every other by more than noise, paired by seed.
 
     Args:
-        rows: with `encoding`, `length`, `seed` and `nll`; NaN or None where a training failed.
+        rows: rows with `encoding`, `length`, `seed` and `nll`; `nll` is NaN or None if a training failed.
     """
     losses: dict[int, dict[str, dict[int, float]]] = {}
     for row in rows:
@@ -143,11 +143,12 @@ def tells_nothing(row: Row) -> bool:
 
 
 def noise_of(row: Row, tries: int = 1) -> float:
-    """The number of standard errors of this row that noise exceeds on one side in at most 2.3 % of texts: two, or more
-    if units are few.
+    """The number of standard errors that noise exceeds on one side in at most 2.3 % of texts: two, or more if this row
+    has few units.
 
     Args:
-        tries: of how many this is the best; the winner of many looks better than it is (Bonferroni's correction).
+        tries: the number of rows that this row is the best of; the winner of many looks better than it is (Bonferroni's
+            correction).
     """
     n = len(row.nll_by_document)
     if _by_document(row):
@@ -159,7 +160,7 @@ def noise_of(row: Row, tries: int = 1) -> float:
 @cache
 def student(tail: float, freedom: int) -> float:
     """The quantile t of Student's distribution with this share beyond it on one side: sqrt(freedom) tan(angle), where
-    the density of the angle is in proportion to cos(angle)^(freedom - 1).
+    the density of the angle is proportional to cos(angle)^(freedom - 1).
     """
     angles = np.linspace(0, np.pi / 2, 200_001)
     density = np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)

@@ -53,8 +53,8 @@ def table(rows: Sequence[Row], width: int = WIDE, what: str = "the answers") -> 
     them.
 
     Args:
-        width: in columns.
-        what: of which a task gives the share, `Task.what`.
+        width: width of the terminal in columns.
+        what: the noun whose share the task gives, `Task.what`.
 
     Raises:
         EvaluationError: there are no rows, or they do not belong together.
@@ -74,7 +74,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of losses by series and length, checked to belong together."""
+    """A table of losses by series and length, after a check that the rows belong together."""
 
     series: tuple[Series, ...]  # lines in the order of the rows, the steps of each ascending
     lengths: tuple[int, ...]  # ascending, in tokens
@@ -85,7 +85,7 @@ class Grid:
         """Arrange rows by series and length.
 
         Raises:
-            EvaluationError: there are none, or they do not belong together.
+            EvaluationError: there are no rows, or they do not belong together.
         """
         if not rows:
             raise EvaluationError("there are no rows to show")
@@ -125,8 +125,8 @@ class Grid:
         return self.rows.get((series, length))
 
     def cell(self, series: Series, length: int) -> str:
-        """Format the NLL of one cell with three decimals, starred if it is below every other of its column by more than
-        noise.
+        """Format the NLL of one cell with three decimals, with a star if it is below every other cell of its column by
+        more than noise.
         """
         row = self.row(series, length)
         rivals = [self.row(one, length) for one in self.series if one != series and one.line != NEAR]
@@ -136,7 +136,7 @@ class Grid:
         return f"{shown}*" if best else f"{shown} "
 
     def apart(self, series: Series, length: int) -> tuple[float, float | None]:
-        """The NLL minus that of the baseline, and the standard error of the difference; NaN if one is missing."""
+        """The NLL minus the baseline's NLL, and the standard error of the difference; NaN if either NLL is missing."""
         row, cut = self.row(series, length), self.row(self.baseline, length)
         return paired_difference(row, cut) if row and cut else (math.nan, None)
 
@@ -156,9 +156,7 @@ class Grid:
         return [one.step for one in self.series if one.line == line and one.step is not None]
 
     def name(self, series: Series) -> str:
-        """The name of a series, with its step, and with a dagger if the scheme needs a training that it did not
-        have.
-        """
+        """The name of a series, with its step, and with a dagger if the scheme needs training and has had none."""
         if series.step:
             return f"{display_name(series.line)}, {counted(series.step, 'step')}"
         regime = next(row.regime for (one, _), row in self.rows.items() if one == series)
@@ -179,8 +177,8 @@ class Grid:
         return error is not None and difference >= max(LOST, 4 * error)
 
     def _doubts(self, row: Row) -> Iterator[str]:
-        """Doubts about the table of this row, its longest, one sentence each: few tokens, and references that are
-        missing or mean nothing.
+        """Doubts about the table, one sentence each: few tokens, and references that are missing or mean nothing; `row`
+        is its longest.
         """
         if row.chosen_share is not None:
             count = counted(row.scored_tokens or 0, "token")
@@ -236,7 +234,7 @@ def shortfalls(row: Row) -> list[str]:
 
 
 def signed(difference: float) -> str:
-    """Format a number with its sign and three decimals, and without a minus before a zero."""
+    """Format a number with its sign and three decimals; zero has no minus."""
     return f"{round(difference, 3) + 0.0:+.3f}"
 
 
@@ -318,9 +316,9 @@ def is_far(row: Row) -> bool:
 
 
 def answers(rows: Sequence[Row], what: str = "the answers") -> Group:
-    """Build the table of correct answers in percent. For a passage hidden at several depths it has means over all
-    depths, over the depths that the sliding window does not see, and of the control with nothing hidden; else a line
-    for each task, ± the standard error.
+    """Build the table of correct answers in percent. For a passage hidden at several depths the table has means over
+    all depths, over the depths that the sliding window does not see, and of the control with nothing hidden. For other
+    tasks it has a line for each task, ± the standard error.
     """
     sections: dict[str, Callable[[Row], float | None]]
     failed, by_depth = failed_within(rows), rows[0].depth is not None

@@ -1,4 +1,4 @@
-"""Scores of a row that is not complete: a stopped run keeps the contexts that take minutes each."""
+"""Scores of an incomplete row: a stopped run keeps the scores of contexts that take minutes each."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from rope_patch.json_files import read_object, read_rows
 
 WORTH = 20.0
-"""Seconds from which on the scores of one context are kept; a faster context is measured again."""
+"""The time in seconds from which the scores of a context are kept; a faster context is measured again."""
 
 
 class Unfinished:
     """A file beside the rows with the losses of single contexts, until their row is written.
 
     Attributes:
-        recalled: how many scores came from the file.
+        recalled: the number of scores that came from the file.
 
     Args:
         rows: path of the rows; the file has the same name with the suffix `.unfinished.jsonl`.
 
     Raises:
-        EvaluationError: the file holds something else.
+        EvaluationError: the file does not hold losses.
     """
 
     def __init__(self, rows: Path) -> None:

@@ -45,10 +45,10 @@ class Verdict:
     """A conclusion from measured rows, with the next command.
 
     Attributes:
-        kind: `better` or `worse` than the reference by more than noise, `noise`, `too few` windows to tell, `nothing`
-            to compare; of a training `length` or `language` instead of `better`.
-        sentence: the evidence and what follows from it.
-        command: of `rope-patch`, to run next on the same model and text.
+        kind: `better` or `worse` than the reference by more than noise, `noise`, `too few` windows to tell, or
+            `nothing` to compare; after a training, `length` or `language` instead of `better`.
+        sentence: the evidence and the conclusion.
+        command: a `rope-patch` command to run next on the same model and text.
     """
 
     kind: str
@@ -57,8 +57,7 @@ class Verdict:
 
 
 def with_text_cut(rows: Sequence[Row]) -> list[Row]:
-    """Add the rows of truncated text, derived from the plain checkpoint's, to the rows of an old file that lacks
-    them.
+    """Add rows of truncated text, derived from the plain checkpoint's rows, to the rows of an old file that lacks them.
 
     Truncated text is the plain checkpoint at L, or at a length below L, on the same targets.
     """
@@ -74,16 +73,17 @@ def with_text_cut(rows: Sequence[Row]) -> list[Row]:
 
 
 def reference_of(rows: Sequence[Row], length: int) -> Row | None:
-    """The reference to beat at a length, which costs nothing: the lower loss of the sliding window and of truncated
-    text.
+    """The reference to beat at a length, which needs no method: the sliding window or truncated text, whichever has the
+    lower loss.
 
-    The sliding window is the higher one if it has come to need its first tokens (https://arxiv.org/abs/2309.17453).
+    The sliding window has the higher loss if the model needs the first tokens of a text
+    (https://arxiv.org/abs/2309.17453).
 
     Args:
-        rows: of references, and others.
+        rows: rows of references and of other lines.
 
     Returns:
-        None if neither was measured.
+        the row of the reference; None if neither was measured.
     """
     at_length = {row.line: row for row in with_text_cut(rows) if row.length == length and not row.step}
     free = [row for line in (WINDOW, TRUNCATED) if (row := at_length.get(line)) and not math.isnan(row.loss)]
@@ -122,8 +122,8 @@ def of_losses(rows: Sequence[Row]) -> Verdict:
 
 
 def copies(near: Row, cut: Row, tried: Sequence[Row]) -> bool:
-    """Whether the checkpoint gains from a repeated passage inside L, or from the far one under a scheme; without a gain
-    `repeat` means nothing. Plain, a checkpoint may miss a passage that begins almost L tokens back.
+    """Whether the checkpoint gains from a repeated passage inside L, or from the far passage under a scheme; without a
+    gain `repeat` means nothing. Without a scheme, a checkpoint may miss a passage that begins almost L tokens back.
     """
     gain, error = paired_difference(near, cut)
     farther = [row for row in tried if row.length == cut.length]
@@ -136,7 +136,7 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
     """Compare the best of some rows with the reference on the same text.
 
     Args:
-        tries: how many rows it is the best of; 1 if other text chose it.
+        tries: the number of rows that it is the best of; 1 if it was chosen on other text.
     """
     difference, error = paired_difference(best, free)
     reference, name = f"{in_a_sentence(free.line)} ({free.loss:.3f})", f"{display_name(best.line)} (`{best.line}`)"
@@ -183,13 +183,13 @@ def compare(best: Row, free: Row, tries: int = 1) -> Verdict:
 def of_training(rows: Sequence[Row], folder_of: Callable[[str], Path]) -> Verdict:
     """Judge whether a fine-tuning taught length, or language, which helps at L as much as beyond.
 
-        gain(l) = NLL of what is free at l before the training - NLL after it
+        gain(l) = NLL of the reference at l before the training - NLL after it
 
-    Length is what gain(l) has beyond gain(L).
+    Length is the part of gain(l) beyond gain(L).
 
     Args:
-        rows: with their `step`, of the references before the training too.
-        folder_of: where the checkpoint of a scheme is, for the next command.
+        rows: rows with their `step`, with the references before the training.
+        folder_of: gives the folder of a scheme's checkpoint, for the next command.
     """
     steps = {row.line: row.step for row in sorted(rows, key=lambda row: row.step or 0) if row.step}
     trained = [row for row in rows if row.step and row.step == steps[row.line]]

@@ -1,1 +1,1 @@
-"""Model families: their interfaces, measured on the model itself."""
+"""Interfaces of model families, measured on the model itself."""

@@ -95,8 +95,8 @@ def lengthened(buffer: torch.Tensor, growth: int) -> torch.Tensor:
 
 
 def _measure(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> tuple[int, int | None]:
-    """Measure the row that a text's first token reads, and `AbsoluteTable.first`. The next tokens must read the rows
-    after it.
+    """Measure the row that a text's first token reads, and `AbsoluteTable.first`. The next tokens must read the
+    following rows.
     """
     middle = stack.config.vocab_size // 2  # special tokens such as pads, which may not count, are at the ends
     ids = torch.arange(middle, middle + _TOKENS, device=embedding.weight.device)[None]
@@ -129,7 +129,7 @@ def _first_position(stack: PreTrainedModel, embedding: nn.Embedding, ids: torch.
 
 
 def _rows_read(stack: PreTrainedModel, embedding: nn.Embedding, **inputs: torch.Tensor) -> list[int] | None:
-    """The rows of a table that a text of `_TOKENS` tokens reads; None if it reads none."""
+    """The rows of a table that a text of `_TOKENS` tokens reads; None if it reads no rows."""
     try:
         with torch.no_grad(), _Lookup(embedding.weight):
             stack(**inputs)

@@ -1,7 +1,7 @@
-"""The record of a scheme beside PEFT adapters, in a file of its own: PEFT takes a key of `adapter_config.json` that it
-does not know for the key of a newer release, and advises an upgrade.
+"""The record of a scheme beside PEFT adapters, in its own file. In `adapter_config.json` PEFT would take the unknown
+key for one of a newer release, and advise an upgrade.
 
-Older adapters have the record in `adapter_config.json`; it is still read.
+Older adapters have the record in `adapter_config.json`, where it is still read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ADAPTERS = "adapter_config.json"
 """PEFT's file with the settings of adapters."""
 
 ADAPTER_RECORD = f"{RECORD}.json"
-"""The file beside it, with the record of the scheme and the checksum of the weights that were saved with it."""
+"""The file with the record of the scheme, and the checksum of the weights that were saved with it."""
 
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """PEFT's names for the weights of adapters."""
@@ -35,7 +35,9 @@ def write_adapter_record(folder: Path, scheme: Scheme) -> None:
 
 
 def renew_checksum(folder: Path) -> None:
-    """Let the record in a folder belong to the weights there: Transformers saves the settings of adapters first."""
+    """Write the checksum of a folder's weights into its record: Transformers saves the settings of adapters before the
+    weights.
+    """
     file = folder / ADAPTER_RECORD
     if file.is_file():
         _write(file, {**json.loads(file.read_text(encoding="utf-8")), _WEIGHTS: _checksum(_weights_in(folder))})
@@ -46,11 +48,11 @@ def check_belongs(settings: dict[str, Any], file: Path, weights: Path | None) ->
 
     Args:
         settings: the fields of the record's `file`.
-        weights: of the adapters; None if there are none.
+        weights: weights of the adapters; None if there are none.
 
     Raises:
-        InvalidField: it holds no record, or was saved with others: PEFT alone, which does not know the file, saved
-            adapters there again.
+        InvalidField: the file holds no record, or was saved with other adapters: PEFT, which does not know the file,
+            may have saved new adapters into the folder.
     """
     if not isinstance(settings.get(RECORD), dict):
         raise InvalidField(f"{file} has no scheme under {RECORD!r}; save the adapters again, or delete {file.name}")

@@ -47,7 +47,7 @@ def cached_length(kwargs: dict[str, Any]) -> int | torch.Tensor:
 
 
 def check_tokens(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse a forward without tokens: most models cannot reshape it, and PyTorch's GRU crashes.
+    """Refuse a forward without tokens: most models cannot reshape its tensors, and PyTorch's GRU crashes.
 
     Raises:
         UnsupportedPositions: the batch or the length is 0.
@@ -105,12 +105,12 @@ def slot_positions(kwargs: dict[str, Any]) -> torch.Tensor:
 
 def counted_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Positions of the tokens of a forward, `(batch or 1, length)`, that count tokens and not the pads before them, as
-    `generate` counts; None without a mask `(batch, slots)`, or prepared by layer type, that shows a pad before a token.
-    Your own mask of four axes may hide tokens that are no pads, so it shows none.
+    `generate` counts. None without a mask `(batch, slots)`, or prepared by layer type, that shows a pad before a token.
+    A custom mask of four axes may hide tokens that are no pads, so it shows no pads.
 
-    Pads before the first token get negative positions up to -1. Pads behind the last one go on from it, so a row that
-    is padded on the right keeps its positions. A graph cannot look at values and counts under every such mask, with the
-    same result.
+    Pads before the first token get negative positions up to -1. Pads after the last token continue its count, so a row
+    that is padded on the right keeps its positions. A graph cannot read values, so it counts under every such mask,
+    with the same result.
     """
     tokens, mask = tokens_of(kwargs), kwargs.get("attention_mask")
     seen = None if isinstance(mask, torch.Tensor) and mask.ndim != 2 else _slots_seen(kwargs)

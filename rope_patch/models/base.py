@@ -26,18 +26,19 @@ class RotaryTables:
     """One set of rotary tables of a model: its rotary module, or one layer type's share of it.
 
     Attributes:
-        module: holds `inv_freq` and `attention_scaling`, prefixed with the layer type if there are several sets.
-        layer_type: such as `full_attention`; None if all layers share one set.
+        module: the module that holds `inv_freq` and `attention_scaling`, prefixed with the layer type if there are
+            several sets.
+        layer_type: the layer type, such as `full_attention`; None if all layers share one set.
         base: `rope_theta` of the checkpoint, before a scheme changed the config.
         as_declared: whether the module's frequencies are those that its config describes.
         axes: number of axes on which the module reads positions (mRoPE, for images); on text they are all equal.
         is_complex: whether its attention reads one complex table, cos + i sin, instead of two.
         rotating_pairs: see `RotarySpec`.
-        fixed: what a module rotates by whose tables do not follow its `inv_freq` and `attention_scaling`; None if they
-            do.
-        rounding: how a cast has rounded its frequencies; None if it has not.
-        copies: modules inside attention layers that have the same tables, and rotate keys of their own by them.
-        choices: the names of all sets, if attention receives them in one dict and takes this one out of it.
+        fixed: the frequencies of a module whose tables do not depend on its `inv_freq` and `attention_scaling`; None if
+            they do.
+        rounding: the rounding of the frequencies by a cast; None if they were not rounded.
+        copies: modules inside attention layers that have the same tables, and rotate further keys by them.
+        choices: the names of all sets, if attention receives them in one dict and takes this set out of it.
     """
 
     module: nn.Module
@@ -132,19 +133,19 @@ class AttentionLayer:
     """One self-attention module, as measured before patching.
 
     Attributes:
-        index: `layer_idx` when it was read, or a count of layers without one.
-        spec: its rotary embedding, or the one that a scheme would add.
+        index: `layer_idx` when the layer was read, or a count for layers without one.
+        spec: its rotary embedding, or the embedding that a scheme would add.
         kind: its layer type in the config; without one, `full_attention` or `sliding_attention` by its window.
-        layout: how it pairs dimensions, or would; None if the module rotates in other layers, but not in this one, or
-            if it is `unscored` and could not be measured.
-        rotary: the tables that rotate it; None without rotation.
-        sliding_window: in tokens.
+        layout: the pairs of dimensions that rotate, or would rotate; None if the module rotates in other layers, but
+            not in this one, or if it is `unscored` and could not be measured.
+        rotary: the tables that rotate its queries and keys; None without rotation.
+        sliding_window: the window in tokens.
         bias_table: the learned biases by bucket of distance, `(num_buckets, heads)`.
         gets_positions: whether its block passes position ids to it.
         normed: whether a norm follows the rotation and undoes a scale of cos and sin.
         turns_values: whether its values rotate with its keys, so that a scale of cos and sin scales them, too.
-        unscored: why its queries and keys cannot be scored here, so that only its tables can be replaced; empty if they
-            can.
+        unscored: the reason why this library cannot score its queries and keys, so that only its tables can be
+            replaced; empty if it can.
     """
 
     name: str
@@ -233,11 +234,11 @@ class Stack:
     """A stack of layers with the facts from its config.
 
     Attributes:
-        native: the scheme of the checkpoint itself; None if it is unknown here.
+        native: the scheme of the checkpoint itself; None if the library does not know it.
         part: `encoder` or `decoder`, if a model may have both.
         replacements: module, name and value of attributes to set before schemes can be mounted in its attention.
         others: further layers, which are under another scheme.
-        absolute: its learned absolute positions; None without any, or if positions also enter elsewhere.
+        absolute: its learned absolute positions; None without them, or if positions also enter elsewhere.
     """
 
     module: PreTrainedModel
@@ -267,5 +268,5 @@ class Stack:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the tokens of the stack have positions already; a scheme that rotates counts its own."""
+        """Whether the tokens of the stack have positions already; a scheme that rotates counts its own positions."""
         return bool(self.rotary) or "position_ids" in inspect.signature(self.module.forward).parameters

@@ -1,6 +1,6 @@
 """Per-key positions and the writing scheme, carried through cache operations.
 
-A late mount needs the positions to rotate keys when they are scored. A cache that has lost them is refused.
+A late mount needs the positions to rotate keys when they are scored. A cache that has lost its positions is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def complete_layers(cache: Cache, num_layers: int) -> list[Any]:
     """The layers of a cache, after creating those that it has not created yet, so that more can follow them.
 
     Raises:
-        UnsupportedPositions: the cache counts its layers in a way of its own.
+        UnsupportedPositions: the cache numbers its layers in its own way.
     """
     if type(cache).__len__ is not Cache.__len__:
         raise UnsupportedPositions(
-            f"a {type(cache).__name__} counts its layers in a way of its own and cannot keep more than keys; pass "
+            f"a {type(cache).__name__} numbers its layers in its own way and cannot keep more than keys; pass "
             "use_cache=False"
         )
     layers = cast(list[Any], cache.layers)
@@ -144,7 +144,7 @@ def tag_cache(cache: Cache, index: int, tag: str, accepts_plain: bool = False) -
     """Mark a cache with the writer of its keys, and refuse one with keys of another writer.
 
     Args:
-        index: of a layer to which nothing was added in this forward.
+        index: index of a layer to which nothing was added in this forward.
         tag: the scheme and the rotation of its cached keys.
         accepts_plain: whether the unpatched checkpoint's keys are the same.
 
@@ -218,8 +218,8 @@ def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool) 
     """Store positions on the keys of a layer after its cache was updated.
 
     Args:
-        positions: of the keys that it returned before, as `positions_in` found them, and of the new ones,
-            `(batch or 1, slots)` or `(batch, kv_heads, slots)`.
+        positions: positions of the earlier keys, from `positions_in`, and of the new keys, `(batch or 1, slots)` or
+            `(batch, kv_heads, slots)`.
         in_order: whether the next token of every row is expected one position after the last slot.
     """
     layer = cast(Any, cache).layers[index]
@@ -243,7 +243,7 @@ def positions_in_graph(cache: Cache, index: int, position_ids: torch.Tensor, nam
     """Positions of the keys in a static cache for a compiled graph; the keys were written eagerly.
 
     If they precede the queries without a gap, positions are counted back from the queries, and the graph asserts this.
-    If they are known not to (pads behind a prompt), they are read, and later ones are counted back.
+    If there is a known gap (pads behind a prompt), the stored positions are read, and later ones are counted back.
 
     Returns:
         positions of the first keys, `(batch or 1, slots)`; None if all are counted back.

@@ -28,8 +28,7 @@ _WIDTHS = ("intermediate_size", "head_dim", "num_attention_heads", "num_key_valu
 
 def wrong_field(fields: Mapping[str, Any], names: Container[str] | None = None) -> str:
     """Find an impossible value in the `fields` of a config and of configs inside it: a message with the field, its
-    value, and what is allowed; empty without one. `names` are the fields to look at, by default all that are known
-    here.
+    value, and what is allowed; empty without one. `names` are the fields to check, by default all known fields.
     """
     for name, value in fields.items():
         if name in _FIELDS and (names is None or name in names) and (value is not None or name in _REQUIRED):
@@ -58,8 +57,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 class ContextLengths(NamedTuple):
-    """The two lengths of a checkpoint in tokens: the `original` one, before its own scaling, and what it reads
-    `today`, under that scaling; the same without one.
+    """The two lengths of a checkpoint in tokens: the `original` length, before its own scaling, and the length that it
+    reads `today`, under that scaling. Without a scaling both are equal.
     """
 
     original: int
@@ -70,11 +69,11 @@ def context_lengths(config: Any) -> ContextLengths:
     """Read the two lengths of a checkpoint, by one rule for all spellings; from before the patch if the config records
     a scheme.
 
-    `max_position_embeddings` is what the checkpoint reads today, and `original_max_position_embeddings` the original
-    length. Where the factor times the original length goes further than the maximum, the maximum was not raised, as
-    Qwen's documentation has it, and the product is what it reads today. `linear` and `proportional` name no original
-    length, so it is today's over the factor (Gemma 3: 131,072 / 8). `dynamic` scales only beyond the maximum, which is
-    both lengths.
+    `max_position_embeddings` is the length that the checkpoint reads today, and `original_max_position_embeddings` the
+    original length. If the factor times the original length exceeds the maximum, the maximum was not raised, as in
+    Qwen's documentation, and the product is the length today. `linear` and `proportional` name no original length, so
+    it is today's length over the factor (Gemma 3: 131,072 / 8). `dynamic` scales only beyond the maximum, which is both
+    lengths.
 
     Raises:
         UnsupportedModel: the config contains no length.
@@ -103,7 +102,7 @@ _SLOWED = ("linear", "proportional")
 
 
 def _scaled_entry(entries: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
-    """The entry that stands for a checkpoint: the one of full attention, unless only another one scales."""
+    """The entry that represents a checkpoint: the entry of full attention, unless only another entry scales."""
     main = entries[main_layer_type(entries)]
     scaled = (entry for entry in (main, *entries.values()) if entry.get("rope_type", "default") != "default")
     return next(scaled, main)
@@ -146,7 +145,7 @@ def config_of_layer(config: Any, index: int) -> Any:
 
 def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
     """The configs of the layers that rotate by the entry of a type, or of all layers; only the config itself if there
-    are none.
+    are no such layers.
     """
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return [config_of_layer(config, i) for i, kind in enumerate(types) if rotates_by(kind, layer_type)] or [config]
@@ -154,7 +153,7 @@ def configs_of_type(config: Any, layer_type: str | None) -> list[Any]:
 
 def scheme_of_layer_type(config: Any, layer_type: str | None) -> Scheme | None:
     """The scheme that `config.rope_parameters` describes for the layers of one type, as Transformers computes it; None
-    if there is none here.
+    if the library has no such scheme.
 
     Raises:
         InvalidField: a field is missing or wrong.

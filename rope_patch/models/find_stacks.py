@@ -27,7 +27,7 @@ def read_stacks(model: nn.Module) -> tuple[Stack, ...]:
     """Read every stack of a model that schemes can be mounted on: one, or an encoder and a decoder.
 
     Raises:
-        UnsupportedModel: there is none, or a part of one is not supported; the message names the reason.
+        UnsupportedModel: there is no such stack, or a part of a stack is not supported; the message names the reason.
     """
     stacks = find_stacks(model)
     for _, module in stacks:
@@ -52,7 +52,7 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     """Find the modules that `read_stacks` reads, each with the style that reads it.
 
     Raises:
-        UnsupportedModel: there is none, or an unsupported number of them.
+        UnsupportedModel: there is no stack, or an unsupported number of them.
     """
     check_loaded(model)
     stacks = _recognised(model, STYLES) or _recognised(model, (absolute,))  # a model may have a rotation and a table
@@ -75,7 +75,7 @@ def check_loaded(model: Any) -> None:
     """Check that an argument is a model.
 
     Raises:
-        UnsupportedModel: it is not; the message names its class, and what to pass instead.
+        UnsupportedModel: the argument is no model; the message names its class, and what to pass instead.
     """
     if isinstance(model, nn.Module):
         return

@@ -21,7 +21,7 @@ def find_language_model(model: nn.Module) -> PreTrainedModel:
     """Find the Transformers model with a language-model head: `model` itself, or a module inside it.
 
     Raises:
-        EvaluationError: there is none.
+        EvaluationError: there is no such model.
     """
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or not module.can_generate():
@@ -35,10 +35,10 @@ def find_language_model(model: nn.Module) -> PreTrainedModel:
 def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
     """Build a function of hidden states that applies the head exactly as the model does.
 
-    Families scale or cap their logits in their own `forward` (Cohere, Gemma 2, Granite), so that `forward` runs, with
-    the stack replaced by a module that returns given hidden states as outputs of the `output_type`. This module has no
-    parameters, so within the context `model.named_parameters()` are those of the head: all of them, also if they are
-    tied to the embedding or added by PEFT. Gradients flow as they do behind the stack.
+    Families scale or cap their logits in their own `forward` (Cohere, Gemma 2, Granite), so the model's own `forward`
+    runs, with the stack replaced by a module that returns given hidden states as outputs of the `output_type`. This
+    module has no parameters, so within the context `model.named_parameters()` are all parameters of the head, also
+    those that are tied to the embedding or added by PEFT. Gradients flow as they do behind the stack.
 
     Raises:
         EvaluationError: the model has no stack separate from its head, or, on a call, the head depends on more than the
@@ -69,8 +69,8 @@ def head_alone(model: PreTrainedModel, output_type: type) -> Iterator[Head]:
 @contextmanager
 def _gathered(model: nn.Module) -> Iterator[None]:
     """Within the block, parts of a head that FSDP2 shards by themselves have whole weights and no hooks. FSDP2 expects
-    one forward and one backward, but a head may run often, on each process another number of times, and each time with
-    a backward of its own, all within one forward. The backward of the model shards the parts again.
+    one forward and one backward. But a head may run often within one forward, each time with its own backward, and on
+    each process a different number of times. The backward of the model shards the parts again.
     """
     sharded: list[Any] = [part for part in model.modules() if part is not model and hasattr(part, "unshard")]
     hooks = [(part._forward_pre_hooks, part._forward_hooks) for part in sharded]

@@ -43,7 +43,7 @@ from rope_patch.models.rounding import rounding_of
 
 
 def recognises(module: nn.Module) -> bool:
-    """Whether a model has a rotary module of Transformers, one with `inv_freq`."""
+    """Whether a model has a rotary module of Transformers, which has `inv_freq`."""
     return isinstance(module, PreTrainedModel) and any(_is_rotary(child) for child in module.children())
 
 
@@ -121,7 +121,7 @@ def _copies(tables: RotaryTables, inside: Iterable[nn.Module]) -> tuple[nn.Modul
 
 
 def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
-    """Compare the tables with those that their module and their config describe, and note the result in them."""
+    """Compare the tables with the frequencies that module and config describe, and note the result in the tables."""
     count = int(tables.inv_freq.count_nonzero())
     if 0 < count < tables.inv_freq.numel() and bool(tables.inv_freq[:count].all()):
         tables = dataclasses.replace(tables, rotating_pairs=count)
@@ -141,8 +141,8 @@ def _compared(tables: RotaryTables, config: Any) -> RotaryTables:
 
 
 def _declared(tables: RotaryTables, config: Any) -> torch.Tensor | None:
-    """The frequencies that a config describes, `(d/2,)`; None if they are unknown, because the tables may already be
-    those of a scheme that the config records.
+    """The frequencies that a config describes, `(d/2,)`; None if they are unknown, because the tables may already hold
+    a scheme that the config records.
     """
     scheme = None if vars(config).get(RECORD) is not None else scheme_of_layer_type(config, tables.layer_type)
     if scheme is None:
@@ -286,21 +286,25 @@ def _read_layer(
 
 
 def _layers_of_cache(stack: PreTrainedModel) -> Sequence[type]:
-    """The classes of the layers of a model's cache; none without one."""
+    """The classes of the layers of a model's cache; empty without a cache."""
     with contextlib.suppress(Exception):  # a config without a cache
         return tuple(map(type, DynamicCache(config=stack.config).layers))
     return ()
 
 
 def _keeps_keys_apart(cached: Sequence[type], index: int) -> str:
-    """The reason why a layer's cache does not give each key one slot, as Transformers' own do, or an empty string."""
+    """The reason why a layer's cache does not give each key one slot, as Transformers' own caches do, or an empty
+    string.
+    """
     own = cached[index] if index < len(cached) else DynamicLayer
     place = getattr(own, "update", DynamicLayer.update).__module__
     return "" if place == DynamicLayer.__module__ else f"{own.__name__} keeps keys in a form of its own"
 
 
 def _rotates_more_keys(module: nn.Module) -> str:
-    """The part of an attention module that rotates keys which no block passes to it, in words; empty without one."""
+    """The part of an attention module that rotates keys which no block passes to it, in words; empty without such a
+    part.
+    """
     parts = (part for part in module.modules() if any(map(_is_rotary, part.children())))
     return next((f"{type(part).__name__} inside it rotates keys of its own" for part in parts), "")
 

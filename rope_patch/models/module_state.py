@@ -16,7 +16,7 @@ from rope_patch.graphs import traced
 class ModuleState:
     """A snapshot of the buffers, tensors and numbers of one module, without its submodules.
 
-    A rotary embedding of type `dynamic` or `longrope` changes them with every text.
+    A rotary embedding of type `dynamic` or `longrope` changes its buffers with every text.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -83,7 +83,7 @@ class EmptyTables:
         """Compute the buffers on the device of the weights, or on the CPU without weights.
 
         Raises:
-            UnsupportedModel: their class cannot compute them from the config.
+            UnsupportedModel: the module's class cannot compute them from the config.
         """
         family = type(self.module).__name__
         device = next((weight.device for weight in self.stack.parameters() if not weight.is_meta), torch.device("cpu"))

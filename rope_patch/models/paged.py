@@ -37,8 +37,8 @@ class Request:
     """One request of a row.
 
     Attributes:
-        queries, keys: its slices of the row's queries, and of the keys that the cache returned.
-        position_ids: of its queries, `(1, q_len)`.
+        queries, keys: the request's slices of the row's queries, and of the keys that the cache returned.
+        position_ids: positions of its queries, `(1, q_len)`.
     """
 
     queries: slice
@@ -78,8 +78,8 @@ class Split:
     Attributes:
         parts: each request with its query, key and value, `(1, heads or kv_heads, length, head_dim)`.
         others: the remaining arguments of the attention function.
-        output: `(1, tokens, heads, value_dim)`, to be filled at the queries of each request; zero on padding behind the
-            last one.
+        output: the output, `(1, tokens, heads, value_dim)`, to be filled at the queries of each request; zero on
+            padding behind the last request.
     """
 
     parts: list[tuple[Request, torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -102,7 +102,7 @@ def split_by_request(
     paged `cache`.
 
     Args:
-        position_ids: of the whole row, `(1, tokens)`.
+        position_ids: positions of the whole row, `(1, tokens)`.
 
     Shape:
         query `(1, heads, tokens, head_dim)`, key and value `(1, kv_heads, tokens, head_dim)`, or of all keys without a
@@ -158,7 +158,7 @@ def requests_of(position_ids: torch.Tensor, query_bounds: torch.Tensor, key_boun
 
 def forget_managers(modules: Iterable[nn.Module]) -> None:
     """Destroy the managers that `generate_batch(persistent_manager=True)` left on these models: under another scheme,
-    requests would reuse cached blocks of keys from the old one.
+    requests would reuse cached blocks of keys from the old scheme.
     """
     for module in modules:
         if "_cached_continuous_batching_manager" in vars(module):

@@ -1,7 +1,7 @@
 """The rotary tables that a stack passes to each of its blocks, found by running its code, because configs have no field
 for them.
 
-It runs on four tokens and on a copy whose blocks only record what they receive; the model stays unchanged.
+A copy of the stack, whose blocks only record their arguments, runs on four tokens; the model stays unchanged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _Recorder(nn.Module):
 
 
 def passed_tables(stack: PreTrainedModel, rotary: Sequence[RotaryTables]) -> dict[nn.Module, RotaryTables | None]:
-    """The tables that each block receives, or None if it receives none; blocks without a clear answer are missing."""
+    """The tables that each block receives, or None for a block that receives none; blocks without a clear answer are
+    missing.
+    """
     owners = {(tables.module, tables.layer_type): tables for tables in rotary}
     blocks = _blocks(stack)
     passed: dict[nn.Module, RotaryTables | None] = {}

@@ -5,9 +5,9 @@ compared. With cos 1 and sin 0 nothing rotates. With cos 0 and sin 1 every pair 
 dimension's partner and sign. Tables with the binary digits of each column's frequency index show which frequency a
 dimension reads. All of this is exact in any dtype.
 
-With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights rotates
-with them, so the measurement stays the same, up to rounding. To detect weights, the probe changes them. If a copy (see
-`probe_copy`) cannot run or its measurement is inconsistent, the module itself is measured.
+With cos 2 queries and keys double, unless a norm follows the rotation. A norm over whole heads without weights commutes
+with the rotation, so the measurement stays the same, up to rounding. To detect weights, the probe changes them. If a
+copy (see `probe_copy`) cannot run or its measurement is inconsistent, the module itself is measured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Measured = TypeVar("Measured")
 
 
 class ChangedAfterRotation(UnsupportedModel):
-    """Raised for a module that changes queries or keys after they were rotated, such as by a norm with weights."""
+    """Raised for a module that changes queries or keys after their rotation, for example by a norm with weights."""
 
 
 class TurnedValues(UnsupportedModel):
@@ -68,7 +68,7 @@ class Rotation(NamedTuple):
 
 
 class Measuring:
-    """A cache of measurements of a stack's layers, each kind of them measured once."""
+    """A cache of measurements of a stack's layers; each kind of layer is measured once."""
 
     def __init__(self) -> None:
         self._by_kind: dict[Hashable, Any] = {}
@@ -76,10 +76,10 @@ class Measuring:
     def rotation(
         self, name: str, block: nn.Module, module: nn.Module, rotary: RotaryTables
     ) -> tuple[Rotation, bool | None]:
-        """Run `measure_layout` and `passes_positions` for this layer and its block, unless others of their kind were
-        measured.
+        """Run `measure_layout` and `passes_positions` for this layer and its block, unless their kind was measured
+        before.
 
-        A block that cannot run alone is assumed to pass positions if it names them, as nearly all do.
+        A block that cannot run alone is assumed to pass positions if it names them, as nearly all blocks do.
         """
         kind = (rotary.layer_type, kind_of(module))
         rotation = self._once_a_kind(kind, module, module, lambda tried, _: measure_layout(name, tried, rotary))
@@ -93,18 +93,18 @@ class Measuring:
         return rotation, gets_positions
 
     def choice(self, module: nn.Module, rotary: Sequence[RotaryTables]) -> RotaryTables | None:
-        """Run `measure_choice` for this layer, unless another one of its kind was measured."""
+        """Run `measure_choice` for this layer, unless its kind was measured before."""
         kind = ("choice", kind_of(module))
         return self._once_a_kind(kind, module, module, lambda tried, _: measure_choice(tried, rotary))
 
     def heads(self, module: nn.Module) -> Heads:
-        """Run `measure_heads` for this layer, which receives no tables, unless another one of its kind was measured."""
+        """Run `measure_heads` for this layer, which receives no tables, unless its kind was measured before."""
         return self._once_a_kind(kind_of(module), module, module, lambda tried, _: measure_heads(tried))
 
     def _once_a_kind(
         self, kind: Hashable, outer: nn.Module, inner: nn.Module, measure: Callable[[nn.Module, nn.Module], Measured]
     ) -> Measured:
-        """Measure a module and one inside it, on copies, once for each kind."""
+        """Measure a module and a module inside it, on copies, once for each kind."""
         if kind in self._by_kind:
             return self._by_kind[kind]
         device = _device_of(inner)
@@ -164,7 +164,7 @@ def measure_fixed(rotary: RotaryTables, training_length: int) -> Frequencies:
     """Measure the frequencies and the factor of a module whose tables do not follow its buffers.
 
     Raises:
-        UnsupportedModel: its tables are not those of its `inv_freq`, or depend on the length of the text.
+        UnsupportedModel: the tables do not follow from the module's `inv_freq`, or depend on the length of the text.
     """
     beyond = torch.tensor([[2 * training_length]])
     near, far = (_tables_at(rotary, places)[0] for places in (_PLACES, torch.cat([_PLACES, beyond], dim=1)))
@@ -291,7 +291,7 @@ def device_of(module: nn.Module) -> torch.device:
     weights; the CPU if the weights are packed, as in torch's quantization for CPUs.
 
     Raises:
-        UnsupportedModel: it has no weights yet.
+        UnsupportedModel: the module has no weights yet.
     """
     if (device := _device_of(module)) is None:
         raise UnsupportedModel(
@@ -421,7 +421,7 @@ def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str
     """Build the arguments for a call of a module with these states and tables.
 
     Raises:
-        UnsupportedModel: it requires other arguments.
+        UnsupportedModel: the module requires other arguments.
     """
     arguments = {
         "hidden_states": hidden,

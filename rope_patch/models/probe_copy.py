@@ -1,7 +1,7 @@
 """Copies on which parts of a model are measured, and a test whether two parts are of one kind.
 
-A copy runs the same code with small random weights: projections read a few of their input features, norms keep their
-width. The module itself is neither run nor changed.
+A copy runs the same code with small random weights: projections read a few of their input features, and norms keep
+their width. The original module neither runs nor changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 _FEATURES = 8  # number of input features that a projection of a copy reads
 
 _LARGEST = 2**20
-"""Maximum size of a weight that gets random values; larger ones, except in projections, are used unchanged."""
+"""Maximum size of a weight that gets random values; larger weights, except in projections, are used unchanged."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLACED = {"_hf_hook", "_old_forward", "forward"}  # attributes that accelerate sets on a module whose weights it moves

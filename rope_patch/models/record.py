@@ -1,7 +1,7 @@
-"""The record of a scheme in the config of a checkpoint: how it was patched, and what its config was before.
+"""The record of a scheme in the config of a checkpoint: the patch, and the values of the config before it.
 
-A config has it as a dict under `rope_patch`, so plain Transformers keeps it and ignores it. This file alone knows its
-form.
+The record is a dict under the key `rope_patch` of a config, so plain Transformers keeps and ignores it. Only this file
+knows the form of the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECORD = "rope_patch"
 """The key of the record in a config, and in the settings of adapters."""
 
 NATIVE = ("rope_parameters", "max_position_embeddings")
-"""Fields of a config that a patch may change; the record then has their values from before."""
+"""Fields of a config that a patch may change; the record then has their earlier values."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Record:
     it.
 
     Attributes:
-        scheme: the only one, or the one of the largest factor.
-        native: values of the fields `NATIVE` before the patch, where it may have changed them.
-        left_alone: reasons by the index of a layer that does not run the scheme; empty where the config says the same.
-        positions: rows of the table of positions, which the weights contain instead of the original ones; else None.
+        scheme: the only scheme, or the scheme of the largest factor.
+        native: values of the fields `NATIVE` before the patch, if it may have changed them.
+        left_alone: reasons by the index of each layer that does not run the scheme; empty if the config says the same.
+        positions: number of rows of the replaced table of positions in the weights; None if the table is the original
+            one.
         per_request: schemes by factor, from which a server chooses for each request, in ascending order.
     """
 
@@ -50,11 +51,12 @@ class Record:
         """Read the record in a config, or in the config of its text model; None without one.
 
         Args:
-            config: of Transformers, or the fields of a settings file.
+            config: a config of Transformers, or the fields of a settings file.
 
         Raises:
-            InvalidField: the record is not of this form; the message names the field, its value and what is allowed.
-            UnknownScheme: a scheme is not known here.
+            InvalidField: the record does not have this form; the message names the field, its value and what is
+                allowed.
+            UnknownScheme: the library does not know a scheme.
             UnsupportedModel: Transformers could not compute the native `rope_parameters`.
         """
         fields = config if isinstance(config, dict) else getattr(config, "__dict__", {})
@@ -123,7 +125,7 @@ def forget_record(config: Any) -> None:
 
 
 def before_patch(config: Any) -> Any:
-    """The config as it was before the patch, if it records a scheme; any other config itself."""
+    """The config as it was before the patch, if it records a scheme; any other config is returned unchanged."""
     record = vars(config).get(RECORD)
     if not isinstance(record, dict):
         return config

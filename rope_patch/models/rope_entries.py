@@ -34,7 +34,7 @@ _LAYER_TYPES = {
     "main": ("sliding_attention",),
     "compress": ("compressed_sparse_attention", "heavily_compressed_attention"),
 }
-"""The layer types of entries with names of their own: DeepSeek V4's, with and without compressed keys."""
+"""The layer types of entries whose names are no layer types: DeepSeek V4's, with and without compressed keys."""
 
 _LARGEST = 1e300  # larger numbers overflow in computations
 
@@ -88,7 +88,7 @@ def layer_types_of(name: str | None, config: Any) -> list[str]:
 
 def as_computed(entry: dict[str, Any], config: Any) -> tuple[dict[str, Any], list[str]]:
     """An entry with the values that Transformers computes with (`modeling_rope_utils.py`, 5.23), and a sentence for
-    each value that other programs may read otherwise.
+    each value that other programs may read differently.
     """
     computed, said = dict(entry), []
     original, longest = entry.get(ORIGINAL), getattr(config, "max_position_embeddings", None)
@@ -119,7 +119,7 @@ def check_computable(config: Any) -> None:
     """Check that Transformers can compute `config.rope_parameters`, before a model is built from the config.
 
     Raises:
-        UnsupportedModel: they are not rotary parameters, or of a type that Transformers does not have.
+        UnsupportedModel: the value is no dict of rotary parameters, or its type is not one of Transformers.
         InvalidField: a number is missing or wrong.
     """
     entries = rope_entries(config)
@@ -131,12 +131,13 @@ def check_computable(config: Any) -> None:
 
 
 def main_layer_type(entries: dict[str | None, dict[str, Any]]) -> str | None:
-    """The layer type of `rope_entries` that stands for a checkpoint: the one that sees all of a text, or the first."""
+    """The layer type in `rope_entries` that represents a checkpoint: one that sees the whole text, or the first."""
     return next((name for name in ("full_attention", "compress") if entries.get(name)), next(iter(entries)))
 
 
 def scheme_of_entry(entry: dict[str, Any], nested: bool, checked: bool = True) -> Scheme | None:
-    """The scheme that an entry describes, alone or `nested` by layer type; None if no scheme here is of its type.
+    """The scheme that an entry describes, alone or `nested` by layer type; None if the library has no scheme of its
+    type.
 
     Args:
         checked: whether the rules of new schemes hold; a checkpoint may have any values that can be computed.
@@ -178,7 +179,7 @@ def _is_computable(cls: type[Scheme], values: dict[str, Any]) -> bool:
 
 
 def _unchecked(cls: type[Scheme], values: dict[str, Any]) -> Scheme:
-    """Build a scheme with values that no new one may have; its methods do not check them again."""
+    """Build a scheme with values that a new scheme may not have; its methods do not check them again."""
     scheme = object.__new__(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         value = values.get(field.name, field.default)

@@ -58,13 +58,14 @@ def export_rope_parameters(
     compute it.
 
     Args:
-        scheme: with static frequencies, or Transformers' own length-dependent ones, also as a string; or a patched
-            model, for its scheme and its config.
-        config: of the unpatched checkpoint, or its model; it stays unchanged. If it nests the parameters by layer type,
-            those of layers with a window within the training length stay.
+        scheme: a scheme, or its spelling, with static frequencies or with Transformers' own length-dependent ones; or a
+            patched model, for its scheme and its config.
+        config: config of the unpatched checkpoint, or its model; it stays unchanged. If it nests the parameters by
+            layer type, the parameters of layers with a window within the training length stay.
         as_lists: the longest context in tokens; the frequencies are then written as `equal_lists` instead of as the
             scheme's own type.
-        weights: what all layers have learned, if the scheme learns frequencies; these can be lists alone.
+        weights: the parameters that all layers share, if the scheme learns frequencies; learned frequencies can only be
+            written as lists.
 
     Returns:
         a dict for `config.rope_parameters`.
@@ -157,21 +158,21 @@ def equal_lists(
 ) -> dict[str, Any]:
     """Express static frequencies as an entry of the type `longrope` whose lists for short and long texts are equal.
 
-    Readers divide the checkpoint's frequencies by the lists. They agree on those, but not on the temperature a:
-    Transformers reads `attention_factor`, vLLM and SGLang `short_mscale` and `long_mscale`, and others compute
+    Readers divide the checkpoint's frequencies by the lists. They agree on the frequencies, but not on the temperature
+    a: Transformers reads `attention_factor`, vLLM and SGLang `short_mscale` and `long_mscale`, and others compute
     sqrt(1 + ln(M/o) / ln o) from M = `length` and o = `original_max_position_embeddings`. So o is M^(1/a^2), rounded,
     and not L; equal lists need no L.
 
     Args:
-        scheme: of one entry, resolved.
-        native: the entry's own scheme, whose frequencies are refined by one that only refines.
-        rotary: of the checkpoint.
+        scheme: the resolved scheme of one entry.
+        native: the entry's own scheme, whose frequencies a scheme that only refines refines.
+        rotary: the rotary embedding of the checkpoint.
         length: the longest context in tokens.
-        weights: as in `export_rope_parameters`.
+        weights: the argument of `export_rope_parameters`.
 
     Raises:
-        NotExpressible: its frequencies follow the length, decay or are learned without weights, or it fills other
-            slots.
+        NotExpressible: the scheme's frequencies depend on the length, decay, or are learned and no weights are given,
+            or it fills other slots.
     """
     if scheme.refines and native is not None:
         scheme = Compose(native, scheme)
@@ -197,7 +198,9 @@ def equal_lists(
 
 
 def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The entry of full attention; if none has that name, the one that reaches farthest. Some types have no entry."""
+    """The entry of full attention; if no entry has that name, the entry that reaches farthest. Some types have no
+    entry.
+    """
     if "rope_type" in parameters:
         return parameters
     entries = [entry for entry in parameters.values() if entry]
@@ -206,7 +209,8 @@ def entry_of(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def stated_length(scheme: Scheme, parameters: dict[str, Any], config: Any) -> int | None:
     """The context of a checkpoint under a scheme, in tokens: its `max_position_embeddings`, factor times L; None if the
-    scheme, without a target and as `parameters`, defines no length. The `config` is that of the unpatched checkpoint.
+    scheme, without a target and as `parameters`, defines no length. The `config` is the config of the unpatched
+    checkpoint.
     """
     if parameters == config.rope_parameters:
         return cast(int, config.max_position_embeddings)
@@ -230,12 +234,12 @@ def scheme_of_parameters(parameters: dict[str, Any], config: Any) -> Scheme:
     """The scheme that Transformers computes from other `rope_parameters` on a checkpoint.
 
     Args:
-        parameters: one entry, or one for each layer type, also with `type` for `rope_type`. What an entry leaves out is
-            the checkpoint's own.
-        config: of the checkpoint, patched or not.
+        parameters: one entry, or one for each layer type, also with `type` for `rope_type`. Fields that an entry leaves
+            out come from the checkpoint.
+        config: config of the checkpoint, patched or not.
 
     Raises:
-        UnknownScheme: no scheme here has the `rope_type`.
+        UnknownScheme: no registered scheme has the `rope_type`.
         InvalidField: a field is unknown, missing or wrong, or belongs to the checkpoint.
         UnsupportedModel: the checkpoint does not rotate.
     """
@@ -322,12 +326,12 @@ _WINDOWS = {
     **dict.fromkeys(("sliding_attention", "main"), "sliding_window"),
     "chunked_attention": "attention_chunk_size",
 }
-"""The entries of layers with a window, and where a config has it."""
+"""The entries of layers with a window, and the field of the config that holds the window."""
 
 
 def _has_window(layer_type: str | None, config: Any) -> bool:
     """Whether the layers of a type see no further than the training length, so that a patch leaves them unchanged.
-    Layers of which only some do are refused.
+    A type that only some of whose layers have such a window is refused.
     """
     name = _WINDOWS.get(layer_type or "")
     windows = [getattr(layer, name, None) for layer in configs_of_type(config, layer_type)] if name else []
@@ -339,7 +343,7 @@ def _has_window(layer_type: str | None, config: Any) -> bool:
 
 def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any, beside: int | None) -> None:
     """Check that the config class reads the parameters unchanged; some refuse or convert types of Transformers. Phi-3
-    prefers an L `beside` them to their own.
+    prefers an L `beside` the parameters to the L in them.
     """
     family = type(config).__name__
     length = stated_length(scheme, exported, config) or config.max_position_embeddings
@@ -356,8 +360,8 @@ def _check_accepted(scheme: Scheme, exported: dict[str, Any], config: Any, besid
 
 
 def stated_parameters(scheme: Scheme, stack: Stack, changed: Collection[str | None]) -> dict[str, Any] | None:
-    """The `rope_parameters` that change the tables of the layer types `changed` as the scheme does, and no others; None
-    if no parameters can.
+    """The `rope_parameters` that change the tables of the layer types `changed` as the scheme does, and no other
+    tables; None if no parameters can.
     """
     if any(getattr(tables.module, "config", stack.config) is not stack.config for tables in stack.rotary):
         return None  # the stack makes a config of its own for this rotary module
@@ -382,7 +386,7 @@ def native_scheme_of(stack: Stack) -> Scheme:
     """The scheme of one stack of a checkpoint.
 
     Raises:
-        UnsupportedModel: its rope_type is unknown.
+        UnsupportedModel: the stack's rope_type is unknown.
     """
     if stack.native is None:
         kind = entry_of(stack.config.rope_parameters)["rope_type"]
@@ -392,11 +396,11 @@ def native_scheme_of(stack: Stack) -> Scheme:
 
 def rebuilt_numbers(layer: AttentionLayer, scaling: dict[str, Any]) -> dict[str, float]:
     """The numbers that the layer's attention module would have with another scaling in its config, by attribute,
-    without those that stay the same. Latent attention multiplies its softmax scale by the square of YaRN's temperature
-    when it is built; a scheme that replaces the checkpoint's frequencies replaces that, too.
+    without the unchanged ones. Latent attention multiplies its softmax scale by the square of YaRN's temperature when
+    it is built; a scheme that replaces the checkpoint's frequencies replaces this factor, too.
 
     Args:
-        scaling: an entry of `rope_parameters`, without what the checkpoint keeps, such as its base.
+        scaling: an entry of `rope_parameters`, without the fields that the checkpoint keeps, such as its base.
     """
     config = getattr(layer.module, "config", None)
     entries = {} if config is None else rope_entries(config)

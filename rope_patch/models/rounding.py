@@ -22,9 +22,9 @@ def is_half(dtype: torch.dtype) -> bool:
 
 
 def rounding_of(frequencies: torch.Tensor, declared: torch.Tensor | None) -> Rounding | None:
-    """Find out how these `frequencies` were rounded from those that a config describes, both `(d/2,)`; None if they
-    were not. They may be in a wider dtype again. Without `declared` ones, half a step of the dtype is the largest
-    error.
+    """Compare `frequencies` with the ones that a config describes, both `(d/2,)`, and return how they were rounded;
+    None if they were not. They may have been cast back to a wider dtype. Without `declared` frequencies, half a step of
+    the dtype is the largest error.
     """
     half = is_half(frequencies.dtype)
     if declared is None or declared.shape != frequencies.shape:

@@ -36,8 +36,8 @@ def read(stack: PreTrainedModel) -> Stack:
     """Read the layers of a recognised encoder or decoder.
 
     Raises:
-        UnsupportedModel: for LongT5, whose encoders bypass the attention interface, for UDOP, whose biases also depend
-            on the page layout, and for all other attention that bypasses the interface.
+        UnsupportedModel: the model is LongT5, whose encoders bypass the attention interface, or UDOP, whose biases also
+            depend on the page layout, or its attention bypasses the interface in another way.
     """
     config, family = cast(Any, stack.config), type(stack).__name__
     if config.model_type == "longt5":
@@ -86,8 +86,8 @@ def _attention_modules(blocks: nn.Module, name: str) -> Iterator[tuple[str, Any]
 class NoBias:
     """A replacement for `compute_bias` of an attention module while it is patched.
 
-    Self-attention then gets its biases from distances; if another attention function scores it, its own biases are
-    computed. Cross-attention has no biases, but would allocate zeros for all pairs.
+    Self-attention then gets its biases from distances; if another attention function scores it, the module's own biases
+    are computed. Cross-attention has no biases, but would allocate zeros for all pairs.
     """
 
     module: nn.Module

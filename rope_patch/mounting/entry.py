@@ -34,7 +34,7 @@ from rope_patch.schemes.tools.tables import require_room
 class StackEntry:
     """Pre-hook of a stack that replaces its input x_m by e(x_m, token_m, m).
 
-    A `causal` stack may read a text in pieces, so a scheme's state is kept after the `num_layers` of the cache.
+    A `causal` stack may read a text in pieces, so a scheme's state is kept behind the `num_layers` layers of the cache.
     """
 
     scheme: Scheme
@@ -93,8 +93,8 @@ def _name_of_cache(module: nn.Module) -> str:
 
 
 def _new_cache(module: nn.Module) -> Cache:
-    """Create the cache that the model would create too late to hold the state; refuse a model with a cache class of its
-    own.
+    """Create the cache early, because the model would create it too late to hold the state; refuse a model with its own
+    cache class.
     """
     here = type(module).__module__
     for kind in vars(sys.modules[here]).values():
@@ -106,9 +106,9 @@ def _new_cache(module: nn.Module) -> Cache:
 
 
 class StateHistory(DynamicLayer):
-    """A cache layer with a scheme's state after each token, in the place of keys.
+    """A cache layer that holds a scheme's state after each token, in the place of keys.
 
-    So it is reordered for beams, cropped and repeated like keys.
+    So the states are reordered for beams, cropped and repeated like keys.
     """
 
     # otherwise a cache of static layers would count as a growing one, and its masks would be omitted
@@ -160,7 +160,7 @@ def install_table(scheme: Scheme, table: AbsoluteTable, changes: Changes) -> Non
     configs must already be this model's own copies.
 
     Raises:
-        InvalidField: a field does not fit the table; nothing changes then.
+        InvalidField: a field does not fit the table; the model then stays unchanged.
     """
     require_room(str(scheme), lambda: [scheme.rows(table.rows.to("meta"))])
     _replace_rows(table, scheme.rows(table.rows).to(table.rows), changes)

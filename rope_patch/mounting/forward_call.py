@@ -30,7 +30,7 @@ Rows = tuple[int, ...]
 """The indices of some rows of a batch."""
 
 _SLOTS = "_rope_patch_slots"
-"""Attribute of the positions in a cache that are known to be the slots of the keys: a step need not read them."""
+"""Attribute of positions in a cache that equal the slots of the keys, so that a step need not read them."""
 
 
 @dataclass(eq=False)
@@ -49,17 +49,18 @@ class ForwardCall:
             if there are none, or if they are not needed.
         scattered: whether the distance of some visible key differs from its difference of slots.
         seen: true on keys that some query can see, `(batch or 1, kv_len)`; None for all of them.
-        added: what each slot adds to the running sums of the scheme's bias, `(batch, kv_len, heads)`; None without such
-            a bias.
+        added: the addend of each slot to the running sums of the scheme's bias, `(batch, kv_len, heads)`; None without
+            such a bias.
         looks_ahead: whether a query may see keys after it.
-        is_request: whether it is one request in a row of continuous batching, or one run of a row that processes share.
-        heads: which of the layer's query heads arrive; None for all.
+        is_request: whether the call is one request in a row of continuous batching, or one run of a row that processes
+            share.
+        heads: the query heads of the layer that arrive; None for all.
         row_lengths: `lengths` of rows of which only a part arrives.
-        length: of all rows, under a scheme whose regions follow it.
+        length: length of all rows, under a scheme whose regions depend on it.
         documents: numbers of the documents of a row, `(batch or 1, q_len)`, if the scheme reads the length of each;
             None with earlier keys.
-        rotation: the tables by which the module rotates; None for those of the model.
-        step: the `mounting.step.Step` of an earlier layer that saw the same; None if this layer looks for itself.
+        rotation: the tables by which the module rotates; None for the model's own tables.
+        step: the `mounting.step.Step` of an earlier layer with the same inputs; None if this layer reads its own.
     """
 
     state: LayerState
@@ -102,7 +103,7 @@ class ForwardCall:
         return self.forward.shared(_lengths)(self.position_ids, self.tokens, keys)
 
     def num_heads(self, query: torch.Tensor) -> int:
-        """The number of the layer's query heads, of which `query` `(batch, heads, q_len, head_dim)` has all or some."""
+        """The number of the layer's query heads; `query` `(batch, heads, q_len, head_dim)` has all or some of them."""
         return query.shape[1] if self.heads is None else self.state.layer.heads.num
 
     def repeated(self, **changed: Any) -> ForwardCall:
@@ -124,10 +125,11 @@ class ForwardCall:
         )
 
     def rows_by_length(self) -> Mapping[int, Rows]:
-        """The indices of the rows with each length, for a scheme whose regions follow the length.
+        """The indices of the rows with each length, for a scheme whose regions depend on the length.
 
         Raises:
-            UnsupportedPositions: nobody may look at positions here, or the texts of a row have lengths of their own.
+            UnsupportedPositions: the values of positions cannot be read here, or the documents of a row have different
+                lengths.
         """
         if self.forward.traced:  # a graph cannot put a scheme into words either
             raise UnsupportedPositions(
@@ -218,8 +220,8 @@ class ForwardCall:
         return shared(_completed)(past, counted) if self.scattered and past is not None else counted
 
     def look_back(self, cache: Cache, mask: Any) -> None:
-        """Read a cache that is not yet updated: set the number of keys, the positions of cached ones, and the fields
-        that follow. `mask` is the one that the module receives, if any.
+        """Read a cache before its update: set the number of keys, the positions of cached keys, and the fields that
+        follow. `mask` is the mask that the module receives, if any.
         """
         state, index, q_length = self.state, self.state.layer.cache_index, self.states.shape[1]
         self.cache, self.kv_length = cache, cache.get_mask_sizes(q_length, index)[0]

@@ -28,13 +28,14 @@ class PatchHandle:
 
     Attributes:
         model: the patched model.
-        scheme: the scheme as it was asked for, with the fields that a target fills.
-        mounted: the parts of the model that it was mounted on, as they were read before, and where it went in each.
-        layer_states: every layer that it changed, with what its calls read.
+        scheme: the scheme as you gave it to `patch`, with the fields that a target fills.
+        mounted: the stacks of the model on which the scheme is mounted, as they were read before the patch, each with
+            its plan.
+        layer_states: the state of every changed layer, which its calls read.
 
     Args:
-        changes: what `remove` takes back.
-        settings: `mount` and `attention`, as of `patch`.
+        changes: the changes that `remove` undoes.
+        settings: the arguments `mount` and `attention` of `patch`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class PatchHandle:
         """Restore the model bit for bit.
 
         Raises:
-            NotPatched: when this handle was removed already.
+            NotPatched: this handle was removed already.
         """
         if not self._is_mounted:
             raise NotPatched(f"{type(self.model).__name__} does not carry {spelled(self.scheme)} any more")
@@ -87,7 +88,7 @@ class PatchHandle:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(vars(self).get("model"), name):
             raise AttributeError(_IN_PLACE.format(f".{name}"))
-        undo = "; handle.remove() takes the scheme off" if name in ("unpatch", "undo", "restore", "close") else ""
+        undo = "; handle.remove() removes the scheme" if name in ("unpatch", "undo", "restore", "close") else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{undo}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:

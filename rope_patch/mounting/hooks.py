@@ -35,7 +35,7 @@ class StackHook:
     is built.
 
     Attributes:
-        scorers: the attention modules, if they cover every layer of the stack and read groups; else empty.
+        scorers: the attention modules, if they cover every layer of the stack and read segment ids; else empty.
         counts: whether this hook must count slots, because the stack has no positions.
     """
 
@@ -72,8 +72,8 @@ class StackHook:
 
 def groups_of_row(kwargs: dict[str, Any], config: Any, causal: bool, compiling: bool) -> torch.Tensor | None:
     """Segment ids of the keys of a forward, `(batch or 1, keys)`, if Transformers would otherwise build a mask. While
-    compiling it builds one unless a cache is empty, because it cannot see that there are no pads and that no document
-    ends.
+    compiling, Transformers builds one unless a cache is empty, because it cannot see that there are no pads and that no
+    document ends.
     """
     tokens = cast(torch.Tensor, tokens_of(kwargs))
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -99,8 +99,9 @@ class TagHook:
     writer.
 
     Attributes:
-        tag, accepts_plain: as of `tag_cache`.
-        link: leads nowhere in a copy of the layer alone, whose stack may have another scheme.
+        tag, accepts_plain: the arguments of `tag_cache`.
+        link: the link to the stack; it leads nowhere in a copy of the layer alone, whose new stack may have another
+            scheme.
     """
 
     link: StackLink
@@ -124,7 +125,7 @@ class LayerHook:
     """Pre-hook of one attention module: it makes a `ForwardCall` of the arguments.
 
     Attributes:
-        registration: keeps the attention function registered for as long as this hook, or a copy of it, lives.
+        registration: the registered name of the attention function, which exists as long as this hook or a copy of it.
     """
 
     state: LayerState
@@ -146,8 +147,8 @@ class LayerHook:
         return (), kwargs
 
     def _follow(self, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall | None:
-        """The call for a decoded token, derived from an earlier layer of this kind that saw the same; None if it must
-        be read anew.
+        """The call for a decoded token, derived from an earlier layer of this kind with the same inputs; None if this
+        layer must read its own.
         """
         state = self.state
         forward = state.forwards.current(kwargs.get("position_ids"))
@@ -180,7 +181,7 @@ class LayerHook:
         return call
 
     def _rotation(self, call: ForwardCall, kwargs: dict[str, Any]) -> Any:
-        """The tables that the module is given to rotate by; None if it keeps the model's."""
+        """The tables that the module receives to rotate by; None if it keeps the model's tables."""
         state, anchor, hidden, shared = self.state, call.anchor, call.states, call.forward.shared
         if state.rotates and state.layer.rotary is not None:
             if anchor in (None, UNROTATED):
@@ -212,7 +213,7 @@ class LayerHook:
             )
 
     def _positions(self, kwargs: dict[str, Any], start: int | torch.Tensor | None) -> torch.Tensor:
-        """Positions of the queries, `(batch or 1, q_len)`, or slots counted from `start` if the module was passed none.
+        """Positions of the queries, `(batch or 1, q_len)`, or slots counted from `start` if the module received none.
         Positions on other axes, and modules that receive none, are refused.
         """
         layer, hidden = self.state.layer, kwargs["hidden_states"]

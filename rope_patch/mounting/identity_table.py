@@ -1,4 +1,4 @@
-"""Tables of an identity rotation that also skip its computation, and act as plain tensors elsewhere."""
+"""Tables of an identity rotation. They skip its computation, and act as plain tensors elsewhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class IdentityTable(torch.Tensor):
 
 
 def _spared(name: str, *args: Any) -> torch.Tensor | None:
-    """The result of a product or a sum, if it follows without computing; else None."""
+    """The result of a product or a sum that needs no computation; else None."""
     if len(args) != 2:
         return None
     x, table = args
@@ -59,8 +59,8 @@ def _spared(name: str, *args: Any) -> torch.Tensor | None:
 
 
 def _expands(shape: torch.Size, to: torch.Size) -> bool:
-    """Whether a tensor of this shape expands to another; `torch.broadcast_shapes` takes as long as what it would spare
-    on a GPU.
+    """Whether a tensor of this shape expands to another; on a GPU `torch.broadcast_shapes` takes as long as the
+    operator that it would save.
     """
     for size, wanted in zip(reversed(shape), reversed(to), strict=False):
         if size not in (1, wanted):

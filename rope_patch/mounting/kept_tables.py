@@ -1,8 +1,8 @@
 """The frequencies in a model's rotary modules, which a cast of the model would round.
 
 Half precision has too few digits for an angle: bfloat16 moves position 1,000 by up to 1 rad. Frequencies that a scheme
-writes are float32 or wider and stay so. The checkpoint's own are those that the model has, so a scheme that keeps them
-computes what the plain model computes; where they were rounded, a warning says so.
+writes are float32 or wider, and are kept that way. The checkpoint's own frequencies stay as the model has them, so a
+scheme that keeps them computes the same as the plain model. If a cast has rounded them, a warning says so.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _NAMES = ("inv_freq", "original_inv_freq")
 class KeptTables:
     """The frequencies of one rotary module under a scheme, restored after each cast of the module.
 
-    If a cast has rounded them, frequencies that the scheme wrote are put back, and for the checkpoint's own there is a
-    warning, once. `Module.to` and its like are noticed at once, by a method of the module that they call, and others
-    (`buffer_dtype` of FSDP) at the next forward, by a pre-hook.
+    After a cast that rounded frequencies, those that the scheme wrote are restored, and for the checkpoint's own there
+    is one warning. `Module.to` and similar methods call `_apply` of the module, which notices the cast at once. A
+    pre-hook notices other casts (`buffer_dtype` of FSDP) at the next forward.
 
     Args:
         length: the position at which the warning gives the error, in tokens.
@@ -48,7 +48,7 @@ class KeptTables:
 
     def write(self, tables: RotaryTables, frequencies: torch.Tensor, native: bool = False) -> None:
         """Write these frequencies, `(d/2,)`, into a set of tables of the module. If they are `native`, the checkpoint's
-        own, rounded ones stay.
+        own, rounded frequencies stay.
         """
         for name in map(tables.attribute, _NAMES):
             own = getattr(self.module, name, None)
@@ -106,7 +106,7 @@ class KeptTables:
                 return
 
     def restore(self) -> None:
-        """Give the module the checkpoint's frequencies, in the dtype to which the model was cast in the meantime."""
+        """Restore the checkpoint's frequencies, in the dtype to which the model was cast in the meantime."""
         for name, (own, exact) in self._written.items():
             now = getattr(self.module, name)
             as_before = own.dtype if now.dtype == exact.dtype else now.dtype

@@ -1,4 +1,6 @@
-"""The data of one layer under a scheme, which its hook, its calls, servers and `describe` read. It knows no hook."""
+"""The data of one layer under a scheme. Its hook, its calls, servers and `describe` read them; the data refer to no
+hook.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,14 @@ from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, PositionMap, RotarySpec, Weights
 
 Rotation = Literal["module", "own", "late", "anchored"]
-"""The place where queries and keys are rotated: in the attention module, by the model's tables or by the scheme's
-own; in the attention function; or in both. In the last case the module uses the positions of the farthest region,
-which the cache keeps, and the function adds the difference."""
+"""The place where queries and keys are rotated: in the attention module, by the model's tables or the scheme's own; in
+the attention function; or in both. In the last case the module uses the positions of the farthest region, which the
+cache keeps, and the function adds the difference.
+"""
 
 
 Watch = Callable[[str, "Problem | None"], None]
-"""A function that is told the executor that scored a layer, or the model's own attention, and the problem, if any."""
+"""A function that receives the executor that scored a layer, or the model's own attention, and the problem, if any."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class OwnTables:
     by_device: dict[torch.device, RotaryTables] = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, device: torch.device) -> RotaryTables:
-        """The tables on a device. Each device has a copy, because replicas run at once, and none may move what another
-        reads.
+        """The tables on a device. Each device has a copy, because replicas run at the same time, and none may move
+        tables that another one reads.
         """
         if traced():
             return self.by_device.get(device, self.tables)
@@ -57,11 +60,11 @@ class FrequencySource:
     """The source of a layer's frequencies; layers with the same tables have equal sources.
 
     Attributes:
-        scheme: of the layer.
-        rotary: the model's tables; None for a layer without any.
+        scheme: the scheme of the layer.
+        rotary: the model's tables; None for a layer without tables.
         spec: the facts that the scheme reads.
-        late: whether the scheme's frequencies are read, instead of those in the model's tables.
-        static: the scheme's frequencies on each device, if they depend on nothing.
+        late: whether the scheme's frequencies are read instead of the frequencies in the model's tables.
+        static: the scheme's frequencies on each device, if they are constant.
     """
 
     scheme: Scheme = field(compare=False)
@@ -73,8 +76,8 @@ class FrequencySource:
     def frequencies(
         self, lengths: Lengths, device: torch.device, anchored: bool, weights: Weights = NO_WEIGHTS
     ) -> Frequencies:
-        """The frequencies f of the layer, with arguments as of `of_scheme`. If queries and keys are `anchored`, the
-        model's own factor was already applied to them.
+        """The frequencies f of the layer; the arguments are those of `of_scheme`. If queries and keys are `anchored`,
+        the model's own factor was already applied to them.
         """
         if self.late:
             return self.of_scheme(lengths, device, weights)
@@ -102,7 +105,7 @@ class LayerState:
     """One layer under a scheme, as plain data that is copied and pickled with the model.
 
     Attributes:
-        scheme: with its defaults filled in.
+        scheme: the scheme with its defaults filled in.
         frequencies: `late` if the scheme's frequencies are computed in the attention function, `model` if the model's
             tables are read.
         learned: names of its learned parameters.
@@ -110,18 +113,18 @@ class LayerState:
         config: the model's config, with its current attention implementation.
         num_layers: number of the stack's layers that keep keys in a cache.
         cache_tag: marks a cache with the writer of its keys; one for all layers of a stack.
-        both_ways, regions: the regions of the scheme, and those of them that a causal call can see; empty where they
-            follow the length of the text, see `regions_at`.
+        both_ways, regions: the regions of the scheme, and the regions that a causal call can see; empty if they depend
+            on the length of the text, see `regions_at`.
         anchor: the position map of the keys in the cache; None if they are unrotated, or rotated by the model itself.
         kept: the rotation of the keys in the cache, as text.
         rotates: whether queries and keys are rotated in the attention function.
-        by_head: whether each query head has frequencies of its own.
-        tables: names the rotary tables, which layers may share.
-        source: where their frequencies come from.
+        by_head: whether each query head has its own frequencies.
+        tables: name of the rotary tables, which layers may share.
+        source: the source of their frequencies.
         kind: layers of one group and kind differ only in states and weights.
-        own_tables: the tables by which the attention module rotates, if other layers share the model's.
-        scores: whether the attention function scores, instead of delegating to the one before.
-        watch: is told how each call of the layer is computed, while `explain` runs.
+        own_tables: the tables by which the attention module rotates, if other layers share the model's tables.
+        scores: whether the attention function scores, instead of delegating to the model's own.
+        watch: a function that receives how each call of the layer is computed, while `explain` runs.
     """
 
     scheme: Scheme

@@ -1,4 +1,4 @@
-"""The longest text that a model reads under a scheme, for programs that must name a limit: a server, a harness."""
+"""The longest text that a model reads under a scheme, for programs that need a limit, such as a server or a harness."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def longest_text(handle: PatchHandle | None, checkpoint: Checkpoint) -> int:
     they set no limit.
 
     Args:
-        handle: of the patched model; None without a scheme.
+        handle: handle of the patched model; None without a scheme.
         checkpoint: the model without a scheme.
     """
     if handle is None:

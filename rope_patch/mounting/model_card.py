@@ -15,7 +15,7 @@ _HEAD = "---\nlibrary_name: transformers\ntags:\n- rope_patch\n---\n"
 
 
 def write_card(folder: Path, scheme: Scheme, is_stated: bool) -> None:
-    """Put the section into the card of a folder, in the place of an earlier one; without a card, write one.
+    """Put the section into the card of a folder, in place of an earlier section; write a card if there is none.
 
     Args:
         is_stated: whether plain Transformers reads the scheme from the config.
@@ -35,10 +35,10 @@ def write_card(folder: Path, scheme: Scheme, is_stated: bool) -> None:
 
 
 def copy_without_section(card: Path, copied: Path) -> bool:
-    """Copy a card that has the section, without it, as a copy of the model may no longer record the scheme.
+    """Copy a card without its section, because a copy of the model may no longer record the scheme.
 
     Returns:
-        whether it had the section; other cards are left to the caller.
+        whether the card had the section; if not, the caller has to copy it.
     """
     content = card.read_bytes()
     if _BEGIN.encode() not in content:

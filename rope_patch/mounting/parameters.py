@@ -26,9 +26,10 @@ NAME = "rope_patch"
 
 
 class SchemeParameters(nn.Module):
-    """Holds learned parameters of any shape by name, with initial `values`.
+    """A holder of learned parameters of any shape by name, with initial `values`.
 
-    A call as a module lets wrappers act: adapters of PEFT choose the trained copy, and offloaded weights are fetched.
+    Parameters are read by a call of this module, so that wrappers can act: adapters of PEFT choose the trained copy,
+    and offloaded weights are fetched.
     """
 
     def __init__(self, values: dict[str, torch.Tensor], precise: Precise) -> None:
@@ -73,9 +74,9 @@ class LearnedWeights:
     its stack, or replicas of both.
 
     Attributes:
-        own: in the holder of the attention module.
-        shared: in the holder of the stack.
-        table: path in the stack of the checkpoint's own biases by bucket of distance; empty without any.
+        own: names in the holder of the attention module.
+        shared: names in the holder of the stack.
+        table: path in the stack of the checkpoint's own biases by bucket of distance; empty without such biases.
     """
 
     own: tuple[str, ...] = ()
@@ -118,7 +119,8 @@ def install_parameters(
     float32 or wider.
 
     Returns:
-        the names for each layer by its own; modules that run in turn may share an index.
+        the names of the parameters by the name of each layer; an index would not do, because modules that run in turn
+        may share one.
 
     Raises:
         SlotConflict: two parts of a composition learn parameters of the same name.

@@ -1,6 +1,6 @@
 """Plan where a scheme is mounted on a model, as a pure function, and mount it.
 
-Late is the reference; rotary equals it wherever it applies, and costs nothing.
+The late mount is the reference. The rotary mount gives the same result where it applies, and costs nothing.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ class Plan:
     """The changes planned for each layer.
 
     Attributes:
-        scheme: with its defaults filled in, and composed with `nope` if a bias replaces the rotation.
+        scheme: the scheme with its defaults filled in, composed with `nope` if a bias replaces the rotation.
         rotary: the layer types whose tables change (None for the one set of all layers).
         late: indices of the layers whose attention is replaced.
-        frequencies: the tables that those layers read: the `model`'s, or their own (`late`).
+        frequencies: the frequencies that the late layers read: the `model`'s, or the scheme's (`late`).
         left_alone: index and reason of every unchanged layer.
-        numbers: by layer, the attributes that its attention module computed from `rope_parameters` when it was built,
+        numbers: the attributes that each layer's attention module computed from `rope_parameters` when it was built,
             with their values under this scheme.
-        embedding: how positions are added to tokens: as `rows` of the model's own table, at the `entry`, or not at all.
+        embedding: the way in which positions are added to tokens: as `rows` of the model's own table, at the `entry`,
+            or not at all.
         by_layer: for a scheme by layer, the plan of each group of layers, with a stack of only those layers.
     """
 
@@ -88,8 +89,8 @@ def plan_mounts(scheme: Scheme, stack: Stack, mount: Mount = "auto") -> Plan:
     """Derive the mounts of a scheme from its slots.
 
     Args:
-        scheme: as the user gave it, or resolved.
-        stack: from `read_stacks`.
+        scheme: the scheme, resolved or not.
+        stack: a stack from `read_stacks`.
         mount: `auto`, the default, or `late` to score late even if the rotary module would suffice.
 
     Raises:
@@ -242,9 +243,7 @@ def _rotation(
 
 
 def _reads_unrotated(scheme: Scheme) -> bool:
-    """Whether the scheme has a content bias together with a rotation: the bias reads queries and keys before they
-    rotate.
-    """
+    """Whether the scheme has both a content bias and a rotation: the bias reads queries and keys before they rotate."""
     return "content_bias" in scheme.methods and NoPE() not in scheme.parts()
 
 
@@ -431,7 +430,8 @@ def _install_hooks(stack: Stack, states: Sequence[LayerState], changes: Changes)
 
 def others_take_masks(stack: nn.Module, scorers: Sequence[nn.Module]) -> bool:
     """Whether the mask of a stack also reaches modules that are not among these attention modules or around them: a
-    convolution or a state, which pads must not enter (Falcon-H1, Zaya), or an indexer. Cross-attention has its own.
+    convolution or a state, which pads must not enter (Falcon-H1, Zaya), or an indexer. Cross-attention has its own
+    mask.
     """
     ours = set(scorers)
     inner = (module for module in stack.modules() if module not in ours and ours.isdisjoint(module.modules()))

@@ -26,7 +26,7 @@ _registering = threading.RLock()  # reentrant: a thread that holds it may collec
 
 class Registration:
     """A registered name of an attention function, used by the hooks of one stack. The name is removed with its last
-    user, also if a patched model is collected as garbage. A copy of a model is another user.
+    user, also if the user is garbage-collected. A copy of a patched model is another user.
 
     Args:
         name: one of `NAMES`.
@@ -77,10 +77,11 @@ def _asks(model: PreTrainedModel) -> bool:
 @contextmanager
 def own_attention(model: nn.Module) -> Iterator[list[Any]]:
     """Let the Transformers models in a model that ask for a scheme by name run the attention that Transformers would
-    have chosen, as they do after `patch`. On an error they ask for the name again, so that none runs without a scheme.
+    have chosen, as they do after `patch`. After an error they ask for the name again, so that no model runs without its
+    scheme.
 
     Yields:
-        the configs that asked for it.
+        the configs that asked for the name.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     asking = {id(each.config): each for each in models if _asks(each)}

@@ -20,7 +20,7 @@ def contributions(
 
     Args:
         added: contributions of the new tokens, `(batch, length, heads)`.
-        index: of the layer, whose cache is not yet updated.
+        index: index of the layer, whose cache is not yet updated.
         num_layers: number of the model's own layers that keep keys in the cache.
 
     Raises:
@@ -41,7 +41,7 @@ def running_sums(added: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor
     """The sums up to each slot, float64, `(batch, heads, kv_length)`.
 
     Args:
-        added: `contributions`.
+        added: the result of `contributions`.
         seen: false on pads, which add nothing, `(batch or 1, kv_length)`; None without pads.
     """
     added = added if seen is None else torch.where(seen[..., None], added, 0)

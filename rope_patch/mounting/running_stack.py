@@ -18,15 +18,13 @@ from rope_patch.schemes.base import Scheme
 
 _LINK = "_rope_patch_stack"
 
-_COPIED = (
-    "this layer is a copy of {}, made while that was patched; unpatch the model, copy its layers, and patch it again"
-)
+_COPIED = "this layer was copied from {} while that was patched; unpatch the model, copy its layers, and patch it again"
 
 
 class StackLink:
     """A link from a module inside a stack to the stack that runs it.
 
-    In a copy of the whole stack it leads to the copy. In a copy of a layer alone it leads nowhere.
+    In a copy of the whole stack the link leads to the copy. In a copy of a layer alone it leads nowhere.
     """
 
     def __init__(self, stack: nn.Module | None) -> None:
@@ -45,7 +43,7 @@ def stack_of(module: nn.Module, name: str) -> nn.Module:
     """The stack that runs a linked module called `name`.
 
     Raises:
-        UnsupportedModel: the module is a copy, made without its stack while that was patched.
+        UnsupportedModel: the module was copied without its stack, while the stack was patched.
     """
     stack = getattr(module, _LINK).stack
     if stack is None:
@@ -55,15 +53,15 @@ def stack_of(module: nn.Module, name: str) -> nn.Module:
 
 @dataclass(eq=False)
 class LayersHook:
-    """Pre-hook of a stack: it checks that the layers are those that were patched, and links the layers of a replica to
-    the replica.
+    """Pre-hook of a stack: it checks that the layers are the ones that were patched, and links the layers of a replica
+    to the replica.
 
-    A layer that was removed leaves the others as they are.
+    If you remove a layer, the others stay unchanged.
 
     Attributes:
         lists: the lists of blocks, as paths in the stack.
-        blocks: in these lists when the stack was patched.
-        seen: in these lists at the last forward.
+        blocks: the blocks in these lists when the stack was patched.
+        seen: the blocks in these lists at the last forward.
         numbered: whether the scheme tells layers apart by their number, so that none may be removed or moved.
     """
 
@@ -120,7 +118,7 @@ def link_modules(modules: Iterable[nn.Module], stack: Stack, changes: Changes) -
     """Link modules inside a stack to it.
 
     Raises:
-        UnsupportedModel: one is a copy, made while its original was patched.
+        UnsupportedModel: a module was copied while its original was patched.
     """
     for module in dict.fromkeys(modules):
         if _LINK in vars(module):

@@ -35,9 +35,9 @@ class Notice:
 
     Attributes:
         native: the scheme of the plain checkpoint, as text.
-        is_native: whether both are the same.
+        is_native: whether the mounted scheme equals it.
         is_stated: whether plain Transformers reads the scheme from the config and the weights.
-        warned: the classes of what was saved with a warning.
+        warned: the classes of the objects that were saved with a warning.
     """
 
     record: Record
@@ -56,7 +56,7 @@ class SaveModel:
         self._before = vars(owner).get("save_pretrained")
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as the model would without a scheme, record the scheme if the config does not, and warn."""
+        """Save as the plain model would, record the scheme if the config does not, and warn."""
         for hook in getattr(self.owner, "_state_dict_pre_hooks", {}).values():
             if isinstance(hook, AdapterHook):  # Transformers saves the config of adapters before it collects weights
                 hook(self.owner)
@@ -73,7 +73,7 @@ class SaveModel:
         return result
 
     def restore(self) -> None:
-        """Remove this attribute, also if the patch of another part has put its own on top."""
+        """Remove this attribute, even if the patch of another part has replaced it."""
         holder = vars(self.owner).get("save_pretrained")
         if holder is self and self._before is None:
             del self.owner.save_pretrained
@@ -85,15 +85,17 @@ class SaveModel:
             holder = holder._before
 
     def _record(self, folder: Path) -> None:
-        """Renew the checksum of adapters, whose record was written before their weights; a config has its record."""
+        """Renew the checksum of adapters, whose record was written before their weights; a config already has its
+        record.
+        """
         renew_checksum(folder)
 
     def _is_whole(self) -> bool:
-        """Whether the scheme is the one of all that is saved."""
+        """Whether everything that is saved has this scheme."""
         return _is_recorded(self.owner)
 
     def _lost(self, folder: str) -> str:
-        """A sentence on the positions that a reader of the folder will miss; empty if it misses none."""
+        """A sentence on the positions that a reader of the folder will lose; empty if it loses none."""
         if not self._is_whole():
             return _part_warning(self.notice, folder)
         if self.notice.is_stated or vars(self.owner).get("_hf_peft_config_loaded"):  # then only the adapters are saved
@@ -108,8 +110,8 @@ class SaveAdapters(SaveModel):
     """The `save_pretrained` of the config of adapters in or around a patched model, set as an attribute of that config.
 
     Args:
-        owner, notice: as of `SaveModel`.
-        model: the one that has the adapters. It is not kept: PEFT copies the config.
+        owner, notice: the fields of `SaveModel`.
+        model: the model that has the adapters. It is not kept, because PEFT copies the config.
     """
 
     def __init__(self, owner: Any, notice: Notice, model: PreTrainedModel) -> None:
@@ -131,7 +133,7 @@ class SaveAdapters(SaveModel):
             return _part_warning(self.notice, folder)
         if self._drops:
             scheme = self.notice.record.scheme
-            return f"{folder} lacks what {spelled(scheme)} learns: patch before PEFT, with modules_to_save=[{NAME!r}]"
+            return f"{folder} lacks weights of {spelled(scheme)}: patch before PEFT, with modules_to_save=[{NAME!r}]"
         base = Path(self.owner.base_model_name_or_path or "", CONFIG_NAME)
         beneath = Record.read(json.loads(base.read_text(encoding="utf-8"))) if base.is_file() else None
         if self.notice.is_stated and beneath is not None and beneath.scheme == self.notice.record.scheme:
@@ -165,7 +167,7 @@ class AdapterHook:
             )
 
     def find(self, models: Sequence[PreTrainedModel]) -> None:
-        """Find the configs of new adapters. Models may share one, which then records the scheme of this model."""
+        """Find the configs of new adapters. If models share a config, it records the scheme of this model."""
         for model, config in [(each, config) for each in models for config in _adapters(each)]:
             top = holder = vars(config).get("save_pretrained")
             while isinstance(holder, SaveModel) and holder.notice is not self.notice:

@@ -21,7 +21,7 @@ _SAMPLES = 1025
 
 def scheme_warning(scheme: Scheme, mounted: Sequence[tuple[Stack, Plan]]) -> str:
     """The warning about a patch, a sentence without a full stop, which `describe` shows too; empty if nothing is wrong.
-    The parts of a model are as they were read before the patch, each `mounted` with the plan for it.
+    `mounted` has the parts of a model, as they were read before the patch, each with its plan.
     """
     groups = _by_scheme(mounted)
     names = "+".join(part.name for part in scheme.parts())
@@ -49,7 +49,7 @@ def _unwanted(scheme: Scheme, names: str, mounted: Sequence[tuple[Stack, Plan]])
 
 def scaled_in_vain(mounted: Sequence[tuple[Stack, Plan]]) -> str:
     """The learned positions, such as T5's bias, that a scheme replaces by a scaled rotation which the model never had;
-    empty elsewhere. The parts of the model are `mounted` as in `scheme_warning`.
+    empty elsewhere. `mounted` is as in `scheme_warning`.
     """
     for stack, plan in _by_scheme(mounted):
         rotations = [part for part in plan.scheme.parts() if "frequencies" in part.slots]
@@ -61,8 +61,8 @@ def scaled_in_vain(mounted: Sequence[tuple[Stack, Plan]]) -> str:
 
 
 def changes_nothing(mounted: Sequence[tuple[Stack, Plan]], longest: int) -> bool:
-    """Whether the patched model computes the same as the plain one in texts of up to `longest` tokens; the parts of the
-    model are `mounted` as in `scheme_warning`.
+    """Whether the patched model computes the same as the plain model in texts of up to `longest` tokens; `mounted` is
+    as in `scheme_warning`.
     """
     return all(_is_idle(stack, plan, longest) for stack, plan in _by_scheme(mounted))
 

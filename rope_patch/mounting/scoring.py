@@ -46,11 +46,11 @@ def late_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Score a patched module: Transformers calls this function instead of `sdpa_attention_forward` and similar ones.
 
-    If the scheme has only one region and no bias, it delegates to the attention that was there before.
+    If the scheme has only one region and no bias, this function delegates to the model's own attention.
 
     Args:
-        attention_mask: as Transformers builds it, or groups.
-        scaling: multiplies the products; default head_dim^-0.5.
+        attention_mask: a mask as Transformers builds it, or segment ids.
+        scaling: factor on the products; default head_dim^-0.5.
         rope_patch: the call object from the hook of this layer.
 
     Shape:
@@ -163,7 +163,7 @@ def _delegated(
     kwargs: dict[str, Any],
 ) -> Scored:
     """Call the attention function that the model had before, with states `(batch, heads or kv_heads, length,
-    head_dim)`, which are rotated first unless the module has done it.
+    head_dim)`, which are rotated first unless the module has rotated them.
     """
     states = turner.turn(query, ALL_PAIRS, "query"), turner.turn(key, ALL_PAIRS, "key"), value
     return previous(module, *states, mask, scaling=scaling, dropout=dropout, **kwargs)
@@ -178,8 +178,8 @@ def _planned(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Scored | None:
-    """Score one query, `(batch, heads, 1, head_dim)`, by the plan of another layer; None if the module wants a softcap
-    or sinks, which no plan has.
+    """Score one query, `(batch, heads, 1, head_dim)`, by the plan of another layer; None if the module uses a softcap
+    or sinks, which plans do not support.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         return None
@@ -219,7 +219,7 @@ def _attend_by_request(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a row of continuous batching: each request is a call of its own."""
+    """Attention of a row of continuous batching: each request is a separate call."""
     arguments = {**kwargs, "position_ids": call.position_ids, "forward": call.forward}
     row = split_by_request(module, query, key, value, **arguments)
     for request, q, k, v in row.parts:
@@ -241,8 +241,8 @@ def _attend_by_length(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Scored:
-    """Attention of texts of several lengths, under a scheme whose regions follow them: the rows of one length, one of
-    the `batches`, are a call of their own. Returns the output, and the weights under eager attention.
+    """Attention of texts of several lengths, under a scheme whose regions depend on the length: the rows of each
+    length, one of the `batches`, are a separate call. Return the output, and the weights under eager attention.
     """
     outputs, weights = [], []
     for rows in batches:
@@ -297,8 +297,8 @@ def _query_factors(
 
 def _looks_ahead(call: ForwardCall, mask: torch.Tensor | None, causal: bool) -> bool:
     """Whether some query of a call may see keys after it: by a materialised mask or, without one, unless it is
-    `causal`. A compiled graph trusts a causal model and asserts it where it matters. A scheme that has no meaning for
-    such keys is refused.
+    `causal`. A compiled graph assumes that a causal model has no such query, and asserts this where it matters. A
+    scheme that has no meaning for such keys is refused.
     """
     state = call.state
     if mask is None or (call.forward.traced and not causal):

@@ -27,12 +27,13 @@ class CountTokens:
     """First pre-hook of a stack: if a mask shows pads before tokens and no positions were passed, it passes positions
     that count tokens.
 
-    Transformers counts slots there, pads included, except in `generate`. A rotation does not notice, unless there are
-    pads between tokens, or `generate` goes on. Everything else that depends on a position or a length does notice.
+    Without positions Transformers counts slots, pads included, except in `generate`. A rotation gives the same scores
+    either way, unless there are pads between tokens, or `generate` continues. Everything else that depends on a
+    position or a length differs.
 
     Attributes:
-        first: position of the first token, and of the pads before it; None if tokens count from 0 and the pads go on
-            below it, which keeps rows in both directions fast where only distances are read.
+        first: position of the first token, and of the pads before it; None if tokens count from 0 and pads before them
+            get negative positions, which keeps bidirectional rows fast if only distances are read.
     """
 
     first: int | None
@@ -50,12 +51,13 @@ class CountTokens:
 
 @dataclass(eq=False)
 class PassPositions:
-    """Pre-hook of a stack whose layers would not receive the positions of a text, one for each token: it passes them
-    on.
+    """Pre-hook of a stack that passes on the positions of a text, one for each token, to layers that would not receive
+    them.
 
-    A stack that reads positions on several axes gets those of the text in front, as an additional axis, `(1 + axes,
-    batch, length)`, and passes it to its layers. If it does not know this axis, or if blocks pass their attention no
-    positions (Llama 4, Zaya) or those of all axes (GLM-4.5V), the layers receive them as another argument.
+    A stack that reads positions on several axes gets the text's positions in front, as an additional axis, `(1 + axes,
+    batch, length)`, and passes this axis to its layers. If the stack does not know this axis, or if blocks pass their
+    attention no positions (Llama 4, Zaya) or the positions of all axes (GLM-4.5V), the layers receive the text's
+    positions as another argument.
 
     Attributes:
         in_front: whether a stack of several axes knows the axis of the text.

@@ -1,5 +1,5 @@
-"""The reuse of decisions for a decoded token: one layer reads positions, mask and cache, and layers that see the same
-repeat its steps.
+"""The reuse of decisions for a decoded token: one layer reads positions, mask and cache, and layers with the same
+inputs repeat its steps.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ Score = Callable[..., "Scored | None"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A record of how one layer scored one query after a cache, which other layers repeat. It keeps neither the cache
-    nor its keys alive.
+    """A record of how one layer scored one query after a cache, which other layers repeat. The record keeps neither the
+    cache nor its keys alive.
 
     Attributes:
-        call: of that layer.
-        cache: of the forward.
-        config: of its attention module, which names the implementation.
-        mask: as its hook and its attention function received it.
-        scaling: multiplies the products; None for head_dim^-0.5.
-        form: of the states, see `form_of`.
-        factors: multiply the queries, `(batch or 1, heads or 1, 1, 1)`; None without a scale.
-        positions: of all keys, to be kept with them, `(batch or 1, kv_len)`; None if nobody reads them.
-        taken: how the layer was scored, for `explain`.
-        score: computes another layer.
+        call: the call of the layer that made this record.
+        cache: the cache of the forward.
+        config: the config of the layer's attention module, which names the implementation.
+        mask: the mask as the layer's hook and its attention function received it.
+        scaling: factor on the products; None for head_dim^-0.5.
+        form: the form of the states, see `form_of`.
+        factors: factors on the queries, `(batch or 1, heads or 1, 1, 1)`; None without a scale.
+        positions: positions of all keys, which are kept with the keys, `(batch or 1, kv_len)`; None if no layer reads
+            them.
+        taken: the way in which the layer was scored, for `explain`.
+        score: a function that scores another layer.
     """
 
     call: ForwardCall
@@ -56,7 +57,7 @@ class Step:
 
     def followed_by(self, state: LayerState, module: nn.Module, kwargs: dict[str, Any]) -> ForwardCall | None:
         """Derive the call of another layer for the same token, whose attention `module` gets these arguments; None if
-        that layer may see something else.
+        the inputs of that layer may differ.
         """
         first, cache, index, hidden = self.call, cache_in(kwargs), state.layer.cache_index, kwargs["hidden_states"]
         if cache is None or cache is not self.cache() or module.config is not self.config or not grows(cache, index):
@@ -86,8 +87,8 @@ class Step:
         scaling: float | None,
         kwargs: dict[str, Any],
     ) -> Scored | None:
-        """Score `states`, the queries, keys and values of the layer of a call as they arrive, as the first layer was
-        scored: output and weights. None if the step is for other inputs than these.
+        """Score `states`, the queries, keys and values of a layer's call as they arrive, in the way in which the first
+        layer was scored. Return output and weights; None if the step does not fit these inputs.
         """
         if mask is not self.mask or scaling != self.scaling or torch.is_grad_enabled():
             return None
@@ -115,8 +116,8 @@ def keep_step(
     taken: str,
     score: Score,
 ) -> None:
-    """Record how the one query of a call was scored, unless it depends on the layer. Arguments are as of `Step`;
-    `states`, each `(batch, heads or kv_heads, length, head_dim)`, are queries, keys and values as they arrived.
+    """Record how the one query of a call was scored, unless it depends on the layer. The arguments are the fields of
+    `Step`; `states`, each `(batch, heads or kv_heads, length, head_dim)`, are queries, keys and values as they arrived.
     """
     cache, state = call.cache, call.state
     if cache is None or call.added is not None or call.is_request or states[0].shape[2] > 1:

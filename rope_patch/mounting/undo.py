@@ -19,7 +19,9 @@ _HOOK, _STATE, _FORWARD = "(hook)", "(state)", "(forward)"  # entries of the log
 
 
 class Changes:
-    """A log of changes, undone in reverse order. It is plain data, so it is copied and pickled with the model."""
+    """A log of changes, which are undone in reverse order. The log is plain data, so it is copied and pickled with the
+    model.
+    """
 
     def __init__(self) -> None:
         self._log: list[tuple[Any, str, bool, Any]] = []
@@ -59,14 +61,14 @@ class Changes:
             self.set(module, _REPLICATE, functools.partial(_replica_without_forward, module))
 
     def log(self, target: Any, change: Any) -> None:
-        """Log a change of `target` that `change.restore()` takes back."""
+        """Log a change of `target` that `change.restore()` undoes."""
         self._log.append((target, _STATE, True, change))
 
     def fill_tables(self, module: nn.Module, stack: nn.Module) -> None:
         """Let a rotary module of a `stack` on the meta device compute its tables, and log it.
 
         Raises:
-            UnsupportedModel: it cannot compute them.
+            UnsupportedModel: the module cannot compute its tables.
         """
         if tables := EmptyTables(module, stack):
             self.log(module, tables)
@@ -96,7 +98,7 @@ class Changes:
         return [each.fork for each in self._forks]
 
     def settle_configs(self) -> None:
-        """Treat further changes in a forked config as the user's, which `undo` keeps."""
+        """From now on, treat changes in a forked config as the user's; `undo` keeps them."""
         for each in self._forks:
             each.settled = copy.copy(vars(each.fork))
 
@@ -107,7 +109,7 @@ class Changes:
             yield from ((target, each) for each in names)
 
     def undo(self) -> None:
-        """Restore everything; a tensor follows the device and dtype of the one it replaces.
+        """Restore everything; a tensor moves to the device and dtype of its replacement.
 
         Raises:
             UnsupportedModel: accelerate has offloaded one of the tensors; nothing is restored then.
@@ -140,8 +142,8 @@ class Changes:
 
 
 def _replica_without_forward(module: nn.Module) -> nn.Module:
-    """A replica of a module for `nn.DataParallel`, which copies attributes: it must not run the forward of the module
-    itself.
+    """Make a replica of a module for `nn.DataParallel`. A replica copies attributes, so it needs its own forward and
+    not the original module's.
     """
     replica: nn.Module = getattr(type(module), _REPLICATE)(module)
     del replica.forward

@@ -1,11 +1,11 @@
 """A model that plain Transformers loaded with `attn_implementation="rope_patch"`: its first call mounts the scheme that
 its config records.
 
-Transformers tells nobody that it has loaded a model. It asks for a mask before the first layer of a stack runs, and
-that is the first that is heard of it. What is mounted then serves the layers of the same forward, too; only the
-pre-hooks of the stack come too late for it. So they are called here, with the arguments with which the forward began. A
-mask that they make is returned, and positions reach the rotary module and the layers by hooks that last for this
-forward. Where more is missing, the call is refused, and the model stays as it was loaded.
+Transformers does not announce that it has loaded a model. It asks for a mask before the first layer of a stack runs,
+and this request is the first sign of the model. Hooks that are mounted then still act on the layers of the same
+forward, but the pre-hooks of the stack are too late. So they are called here, with the arguments with which the forward
+began. A mask that they make is returned, and positions reach the rotary module and the layers by hooks that last for
+this forward. If a scheme needs more than that, the call is refused, and the model stays as it was loaded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def mask(**given: Any) -> Any:
     """Build the mask of a stack, as its own attention reads it, after mounting the scheme that the config records.
 
     Args:
-        **given: what Transformers passes to a function of `AttentionMaskInterface`; `config` is that of the stack.
+        **given: the arguments that Transformers passes to a function of `AttentionMaskInterface`; `config` is the
+            config of the stack.
 
     Raises:
         UnsupportedModel: the scheme cannot be mounted during this call; the message has the line to write instead.
@@ -65,7 +66,7 @@ def mask(**given: Any) -> Any:
 def attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the attention of a module outside of the stack, as in an image tower, by its own implementation.
+    """Run the attention of a module outside the stack, such as in an image tower, by its own implementation.
 
     Shape:
         query `(batch, heads, q_len, head_dim)`, key and value `(batch, kv_heads, kv_len, head_dim)`.
@@ -79,7 +80,7 @@ def attend(
         handle, begun = _mounted(model, running, config)
         if begun is not None:
             unpatch(handle)
-            _refuse(model, "this call brings a mask of its own, so that Transformers asked for none")
+            _refuse(model, "this call passes its own mask, so Transformers asked for none")
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
     return function(module, query, key, value, *args, **kwargs)
@@ -101,15 +102,15 @@ def _called() -> tuple[PreTrainedModel, Running]:
                 begun.add(owner)
         frame = frame.f_back  # type: ignore[assignment]
     if not models:
-        raise UnsupportedModel(f"attn_implementation={IMPLEMENTATION!r} belongs to a model, and none is called")
+        raise UnsupportedModel(f"attn_implementation={IMPLEMENTATION!r} is for models, and no model is running")
     model = [each for each in models if models[0] in set(each.modules())][-1]
     if begun - running.keys():
-        _refuse(model, "`forward` is called past the hooks of the model: call the model itself")
+        _refuse(model, "`forward` was called without the hooks of the model: call the model itself")
     return model, running
 
 
 def _mounted(model: PreTrainedModel, running: Running, config: Any) -> tuple[PatchHandle, Stack | None]:
-    """Patch the model if it is not patched yet; return its handle, and the stack whose forward began before that."""
+    """Patch the model if it is not patched yet; return its handle, and the stack whose forward began earlier."""
     handle = find_handle(model)
     if handle is None:
         _check(model)
@@ -171,7 +172,7 @@ def _caught_up(
         _refuse(model, f"{handle.scheme} changes what enters the model")
     if positions is not None and _COMPUTES.search(inspect.getsource(type(stack.module).forward)):
         unpatch(handle)
-        _refuse(model, "it computes with positions that count pads here, since none were passed")
+        _refuse(model, "this call passes no positions, so the model counts pads as positions")
     _Begun(model, handle, positions, passed, named).hook(stack)
     return groups
 
@@ -180,9 +181,9 @@ class _Begun:
     """Hooks for the rest of a forward that began before its scheme was mounted; the next forward removes them.
 
     Args:
-        positions: as the pre-hooks of the stack would have passed them, `(batch, length)` or `(axes, batch, length)`;
-            None if the forward has the right ones.
-        passed: for the layers that are scored late, `(batch, length)`; likewise.
+        positions: the positions that the pre-hooks of the stack would have passed, `(batch, length)` or `(axes, batch,
+            length)`; None if the forward already has the right ones.
+        passed: the positions for layers that are scored late, `(batch, length)`; None in the same case.
         named: the configs that had the name.
     """
 
@@ -215,20 +216,22 @@ class _Begun:
             self.handle.changes.hook(module, hook, first=True)
 
     def end(self, *_: Any) -> None:
-        """Remove these hooks at the next forward of the stack, which has all hooks of its own."""
+        """Remove these hooks at the next forward of the stack, which then has its own hooks."""
         for module, hook in self.hooks:
             remove_hook(module, hook)
 
     def turn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Give a rotary module the positions of tokens in the stack's call; layers call it at their own."""
+        """Give a rotary module the positions of tokens in the stack's call; calls by layers keep the layers' own
+        positions.
+        """
         if not self.rotary:
             return None
         self.missing.discard(module)
         return self.count(module, (), by_name(module, args, kwargs))
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Replace the positions that a module receives by those that count tokens; a module that receives none stays as
-        it is.
+        """Replace the positions that a module receives by positions that count tokens; a module that receives none
+        stays unchanged.
         """
         if self.positions is None or (given := kwargs.get("position_ids")) is None:
             return None
@@ -240,7 +243,7 @@ class _Begun:
         patch.
 
         Raises:
-            UnsupportedModel: its tables were computed before the scheme was mounted.
+            UnsupportedModel: the module's tables were computed before the scheme was mounted.
         """
         if self.missing:
             unpatch(self.handle)

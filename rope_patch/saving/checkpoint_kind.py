@@ -15,7 +15,7 @@ from rope_patch.models.adapter_record import ADAPTERS
 Kind = Literal["model", "adapters", "gguf", "hub"]
 
 OPTIONAL = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-"""Arguments with which `cached_file` returns None for a file that is not there."""
+"""Arguments with which `cached_file` returns None for a missing file."""
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -24,18 +24,19 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def kind_of_checkpoint(path: Any, **location: Any) -> Kind:
-    """Find out which kind of checkpoint a path names, by the files that are here.
+    """Find out which kind of checkpoint a path names, by the local files.
 
     Args:
         path: a folder, a GGUF file or a Hub ID.
         **location: arguments of `from_pretrained` that locate a file, such as `subfolder`.
 
     Returns:
-        `adapters` for a folder of PEFT adapters, also beside a config; `hub` for what is not here, but may be a Hub ID.
+        `adapters` for a folder of PEFT adapters, with or without a config; `hub` for a path that is not local, but may
+        be a Hub ID.
 
     Raises:
-        NoCheckpoint: it is none of them; the message has the reason, and names the newest checkpoint of a Trainer's
-            output folder.
+        NoCheckpoint: the path names no checkpoint; the message has the reason, and names the newest checkpoint of a
+            Trainer's output folder.
     """
     if not isinstance(path, (str, os.PathLike)):
         kind = "None" if path is None else f"a {type(path).__name__}"
@@ -77,7 +78,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
     Raises:
         NoCheckpoint: there is no model's folder.
-        NotExpressible: it has adapters, whose positions are those of their base.
+        NotExpressible: the folder holds adapters, whose positions come from their base.
         InvalidField: the config is not JSON.
     """
     kind = kind_of_checkpoint(folder)
@@ -95,7 +96,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read the object in a settings file of a checkpoint, unchanged; empty if the file holds something else.
 
     Raises:
-        InvalidField: it is not JSON.
+        InvalidField: the file is not JSON.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Export a checkpoint folder whose config expresses its scheme for other programs.
 
-docs/serving.md lists what each of them reads, and the source files for that.
+docs/serving.md lists the fields that each program reads, with its source files.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class Serving:
     Attributes:
         length: the context length of the folder in tokens; its `max_position_embeddings`.
         config: all of config.json.
-        changed: keys that differ from the checkpoint's, with their new values; None for removed ones.
+        changed: keys that differ from the checkpoint's, with their new values; None for removed keys.
         output: the folder; None if it was not written.
-        warning: why the scheme reaches less far than the checkpoint does today; empty if it does not.
+        warning: the warning that the scheme reaches less far than the checkpoint does today; empty if it reaches as
+            far.
     """
 
     scheme: Scheme
@@ -95,19 +96,22 @@ def describe_serving(
 
     Args:
         checkpoint: a folder with a `config.json`.
-        scheme: default the one under which the checkpoint was saved.
+        scheme: default the scheme under which the checkpoint was saved.
         length: the context to serve, in tokens; default the scheme's factor times L.
-        readers: programs for whom the config is written, by `Reader.key`. A scheme is written as its own `rope_type`;
-            where there is none, or more of these programs compute it so, as `equal_lists` of the type `longrope`.
-        by_factor: a scheme for each factor instead of one, see `serving.factors`. The config records them for servers
-            that choose by request; to other readers it describes the largest, or the checkpoint where it cannot.
+        readers: programs for which the config is written, by `Reader.key`. A scheme is written as its own `rope_type`.
+            If it has none, or if more of these programs compute lists, it is written as `equal_lists` of the type
+            `longrope`.
+        by_factor: a scheme for each factor instead of one scheme, see `serving.factors`. The config records them for
+            servers that choose by request. For other readers it describes the scheme of the largest factor, or the
+            plain checkpoint if it cannot express that scheme.
 
     Raises:
-        NotExpressible: a config cannot express the scheme, or not for this checkpoint; the message names the reason.
+        NotExpressible: a config cannot express the scheme, at least not for this checkpoint; the message names the
+            reason.
         AlreadyPatched: the checkpoint was saved under another scheme.
         UnknownScheme, InvalidField: the scheme is invalid.
         NoCheckpoint: there is no model in the folder, or its config cannot be read.
-        UnsupportedModel: the checkpoint's own `rope_type` is unknown here.
+        UnsupportedModel: the library does not know the checkpoint's own `rope_type`.
     """
     check_length(length)
     folder = Path(checkpoint)
@@ -166,10 +170,10 @@ def export_checkpoint(
 ) -> Serving:
     """Write a copy of a checkpoint folder whose config contains the scheme. Readers do not need `rope_patch`.
 
-    Weights, tokenizer and all other files at the top of the folder are copied unchanged, except a trainer's files, and
-    without what a scheme learned: frequencies that all layers share become lists in the config. Subfolders are not
-    copied, except `additional_chat_templates`. Links are followed within the folder and the Hub's cache of it alone.
-    The folder appears atomically, complete.
+    Weights, tokenizer and all other files at the top of the folder are copied unchanged, except a trainer's files.
+    Learned parameters of a scheme are left out of the weights: learned frequencies that all layers share become lists
+    in the config. Subfolders are not copied, except `additional_chat_templates`. Links are followed only within the
+    folder and the Hub's cache of it. The output folder appears atomically, when it is complete.
 
     Args:
         checkpoint, scheme, length, readers, by_factor: see `describe_serving`.
@@ -178,8 +182,8 @@ def export_checkpoint(
             the checkpoint's.
 
     Raises:
-        OSError: as above, `output` is not empty, or a link cannot be created.
-        NoCheckpoint: also if a file, or an index of weights, leads out of the folder.
+        OSError: a file cannot be read or written, `output` is not empty, or a link cannot be created.
+        NoCheckpoint: see `describe_serving`, or a file or an index of weights leads out of the folder.
         NotExpressible, AlreadyPatched, UnknownScheme, InvalidField: see `describe_serving`; nothing is written then.
     """
     folder, target = Path(checkpoint), Path(output)
@@ -224,10 +228,10 @@ def _scheme(folder: Path, requested: str | Scheme | None, record: Record | None)
 
 
 def _check_known(checkpoint: Checkpoint, spelled: str, config: Any) -> None:
-    """Refuse a checkpoint with an unknown scaling of its own, because the length that it reads cannot be told.
+    """Refuse a checkpoint whose own scaling is unknown, because the length that it reads is then unknown.
 
     Raises:
-        UnsupportedModel: names the type, and the known ones.
+        UnsupportedModel: the type is unknown; the message names it, and the known types.
     """
     if checkpoint.native is None:
         kind = entry_of(config.rope_parameters).get("rope_type")
@@ -242,7 +246,7 @@ def check_length(length: int | None) -> None:
     """Refuse a length below 1.
 
     Raises:
-        NotExpressible: it is below 1.
+        NotExpressible: the length is below 1.
     """
     if length is not None and length < 1:
         raise NotExpressible(f"length={length} is not allowed; it must be a number of tokens, at least 1")
@@ -310,7 +314,7 @@ def _written(raw: dict[str, Any], kind: Any, parameters: dict[str, Any], trained
 
 
 def _reads_as(kind: Any, written: dict[str, Any], parameters: dict[str, Any]) -> bool:
-    """Whether the installed Transformers reads back the parameters that were meant."""
+    """Whether the installed Transformers reads the intended parameters back."""
     read = kind.from_dict(copy.deepcopy(written)).rope_parameters
     return {key: value for key, value in read.items() if key != "type"} == parameters
 
@@ -319,7 +323,7 @@ def _files(folder: Path) -> dict[Path, Path]:
     """The files of a checkpoint that a copy also has, each with the path of its content.
 
     Raises:
-        NoCheckpoint: that is not in the checkpoint.
+        NoCheckpoint: the content of a file lies outside the checkpoint.
     """
     templates = folder / "additional_chat_templates"
     entries = [*folder.iterdir(), *(templates.iterdir() if templates.is_dir() else ())]

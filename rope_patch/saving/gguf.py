@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: unpacked by Transformers, and refused if it would ignore a part of them.
+"""GGUF files as checkpoints: Transformers unpacks them; a file is refused if Transformers would ignore a part of it.
 
-Transformers silently skips tensors and settings that it does not support. These may be the positions themselves:
-`rope_freqs.weight` of Llama 3.1, or `rope.scaling` of a file made for YaRN.
+Transformers silently skips tensors and settings that it does not support. The skipped parts may be the positions
+themselves: `rope_freqs.weight` of Llama 3.1, or `rope.scaling` of a file made for YaRN.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
         **kwargs: for `from_pretrained` of Transformers; fields of the config replace those of the file.
 
     Raises:
-        NoCheckpoint: it is not a GGUF file, or truncated.
+        NoCheckpoint: the file is not a GGUF file, or is truncated.
         UnsupportedModel: Transformers would ignore a part of the file.
         MissingPackage: gguf is not installed.
     """
@@ -73,18 +73,18 @@ def load_gguf(path: str | Path, **kwargs: Any) -> nn.Module:
 
 
 def find_gguf(path: str | Path, name: str, location: Mapping[str, Any]) -> Path:
-    """The path of a GGUF file that is named as for Transformers, by its folder or Hub ID and its own name."""
+    """The path of a GGUF file that you name as in Transformers, by its folder or Hub ID and its file name."""
     is_here = Path(path).exists()
     return Path(path, name) if is_here else Path(str(cached_file(path, name, **within_reach(path, location))))
 
 
 def load_gguf_config(path: str | Path) -> Any:
-    """Read the config from the settings of a GGUF file; errors as in `load_gguf`."""
+    """Read the config from the settings of a GGUF file; for errors see `load_gguf`."""
     return _config_of(path, _metadata(path), {})
 
 
 def load_gguf_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a GGUF file; errors as in `load_gguf`."""
+    """Load the tokenizer of a GGUF file; for errors see `load_gguf`."""
     metadata = _metadata(path)
     tokenizer = AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
@@ -109,7 +109,7 @@ def _one_error(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (IndexError, KeyError, ValueError, struct.error) as error:
-        raise NoCheckpoint(f"{path} is not a GGUF file, or truncated: {error}") from error
+        raise NoCheckpoint(f"{path} is not a GGUF file, or is truncated: {error}") from error
 
 
 def _config_of(path: str | Path, metadata: dict[str, Any], arguments: dict[str, Any]) -> Any:

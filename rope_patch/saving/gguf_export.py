@@ -24,14 +24,14 @@ def export_gguf(source: str | Path, output: str | Path, scheme: str | Scheme, le
     Args:
         source: a GGUF file of the architecture `llama`.
         output: a new file.
-        scheme: with static frequencies.
+        scheme: a scheme with static frequencies.
         length: the context to serve in tokens; default the scheme's factor times L.
 
     Returns:
         the context length of the new file in tokens.
 
     Raises:
-        NotExpressible: another architecture, a file with factors of its own, or see `equal_lists`.
+        NotExpressible: the file has another architecture or its own factors, or see `equal_lists`.
         NoCheckpoint, UnsupportedModel: see `load_gguf`.
         FileExistsError: `output` exists.
     """
@@ -46,8 +46,8 @@ def export_gguf(source: str | Path, output: str | Path, scheme: str | Scheme, le
     arch = reader.fields["general.architecture"].contents()
     if arch != "llama" or any(tensor.name == _FREQUENCIES for tensor in reader.tensors):
         raise NotExpressible(
-            f"{source} is of the architecture {arch!r}, or holds {_FREQUENCIES}; llama.cpp reads factors of a scheme "
-            "in files of 'llama' alone, and one set of them"
+            f"{source} has the architecture {arch!r}, or already holds {_FREQUENCIES}; llama.cpp reads factors only in "
+            "files of 'llama', and only one set of them"
         )
     length = length or extended_length(scheme, config)
     if length is None:

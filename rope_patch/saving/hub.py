@@ -1,4 +1,4 @@
-"""The Hub, asked once: whether it answers, and why it did not give a checkpoint."""
+"""One request to the Hub: whether it answers, and why it did not provide a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME
 from rope_patch.errors import NoCheckpoint
 
 UNKNOWN = "it was not found on the Hub (typo?), is gated (run `hf auth login`), or out of reach"
-"""The reason where Transformers gives none."""
+"""The reason if Transformers gives none."""
 
 _GATED = "it is gated on the Hub: accept its terms on its page, then run `hf auth login`"
 _NOT_FOUND = "it was not found on the Hub (typo?), or it is private (run `hf auth login`)"
@@ -25,12 +25,12 @@ _ANSWERS: dict[Any, str] = {  # the first that fits: a gated repository is also 
     (hub_errors.OfflineModeIsEnabled, hub_errors.LocalEntryNotFoundError): f"the Hub was not reached and {_NO_COPY}",
 }
 _ANSWERED = (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, hub_errors.LocalTokenNotFoundError)
-"""Errors that Transformers meets again at once, and that say more than that the Hub was not reached."""
+"""Errors that Transformers meets again at once; they say more than that the Hub was not reached."""
 
 
 def within_reach(path: str | Path, location: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that locate the files of a Hub ID: as they are, or those for the cache alone if the Hub does not
-    answer one request. Transformers makes six for each file that the cache lacks, and waits 23 s between them.
+    """The arguments that locate the files of a Hub ID: unchanged, or for the cache alone if the Hub does not answer one
+    request. Transformers makes six for each file that the cache lacks, and waits 23 s between them.
 
     Args:
         path: the Hub ID.
@@ -43,7 +43,7 @@ def within_reach(path: str | Path, location: Mapping[str, Any]) -> dict[str, Any
 
 
 def _answers(name: str, location: Mapping[str, Any]) -> bool:
-    """Whether the Hub answers a request about the config of a checkpoint, whatever it says."""
+    """Whether the Hub answers a request about the config of a checkpoint, whatever the answer."""
     place = {key: location.get(key) or None for key in ("subfolder", "revision")}
     try:
         get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME, **place), token=location.get("token"))
@@ -55,8 +55,8 @@ def _answers(name: str, location: Mapping[str, Any]) -> bool:
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """The reason why the Hub did not give a checkpoint, and what to do, from the error that Transformers raised; None
-    if that is about something else.
+    """The reason why the Hub did not provide a checkpoint, and what to do, from the error that Transformers raised;
+    None if the error has another cause.
     """
     while error is not None:
         for kind, answer in _ANSWERS.items():
@@ -68,13 +68,14 @@ def _reason(error: BaseException | None) -> str | None:
 
 
 def tell_absence(path: str | Path, error: OSError, otherwise: str | None = None) -> None:
-    """Say why the Hub did not give a name that is not here; of a file that is here, `error` names what is wrong.
+    """If a name is not local, raise an error that says why the Hub did not provide it. For a local file the original
+    `error` already names the fault.
 
     Args:
-        otherwise: the reason, where Transformers gives none.
+        otherwise: the reason if Transformers gives none.
 
     Raises:
-        NoCheckpoint: with the reason.
+        NoCheckpoint: the name is not local, and the reason is known; the message has it.
     """
     if not Path(path).exists() and (reason := _reason(error) or otherwise):
         raise NoCheckpoint(

@@ -1,7 +1,7 @@
-"""Load a checkpoint and apply the scheme in its config again; saving is Transformers' own.
+"""Load a checkpoint and apply the scheme in its config again. Saving is left to Transformers.
 
-A folder of PEFT adapters has no weights of its own: its base checkpoint is loaded, patched with the scheme under which
-the adapters were trained, and then gets the adapters.
+A folder of PEFT adapters has no base weights: the base checkpoint is loaded, patched with the scheme under which the
+adapters were trained, and then gets the adapters.
 
 Remote code is never run, and pickled weights are read only on request.
 """
@@ -79,31 +79,34 @@ _MEANT = {
 
 
 def from_pretrained(path: str | Path, scheme: Any = None, *, replace: bool = False, **kwargs: Any) -> nn.Module:
-    """Load a checkpoint and, if it was saved under a scheme, patch it again; or patch it with the given one.
+    """Load a checkpoint and, if it was saved under a scheme, patch it again; or patch it with the given scheme.
 
     Baichuan's checkpoints are loaded by the classes of this library, never by their remote code. They were published as
-    pickled files, which torch's safe reader (`weights_only`) reads. Of all others only safetensors are read, unless
-    `use_safetensors=False` requests pickled files, with the same reader. Weights of a GGUF file are unpacked. A config
-    may ask for code from the Hub (`attn_implementation`); it gets it only if you pass the same argument.
+    pickled files, which torch's safe reader (`weights_only`) reads. All other checkpoints are read from safetensors
+    only, unless you request pickled files with `use_safetensors=False`; the same safe reader reads them. Weights of a
+    GGUF file are unpacked. A config may ask for code from the Hub (`attn_implementation`); the request is ignored
+    unless you pass the same argument.
 
     Args:
-        path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file. What looks like a path, or begins with a
-            folder that is here, is not sought on the Hub.
-        scheme: to patch it with, in any form that `patch` takes, such as `"rerope:window=512"`; a dict also as
-            `rope_scaling`.
-        replace: take off the scheme that the checkpoint was saved under, as in `patch`.
-        **kwargs: for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is ignored.
+        path: a folder written by `save_pretrained`, a Hub ID, or a GGUF file. A name that looks like a path, or begins
+            with a local folder, is not looked up on the Hub.
+        scheme: the scheme to patch the model with, in any form that `patch` takes, such as `"rerope:window=512"`; you
+            may pass a dict as `rope_scaling`.
+        replace: remove the scheme that the checkpoint was saved under, as in `patch`.
+        **kwargs: arguments for `from_pretrained` of the class that wrote the checkpoint; `trust_remote_code` is
+            ignored.
 
     Returns:
-        the model, for adapters a `PeftModel`; `unpatch` returns to the checkpoint without the scheme.
+        the model, or a `PeftModel` for adapters; `unpatch` restores the checkpoint without the scheme.
 
     Raises:
-        NoCheckpoint: there is no checkpoint, none in safetensors, or files are missing, damaged or elsewhere.
-        UnsupportedModel: its model is code that lies beside the weights.
-        InvalidField, UnknownScheme, NotPatched: its files do not describe a scheme, or not one of such a model, or
-            adapters would run code.
+        NoCheckpoint: there is no checkpoint, it has no safetensors, or files are missing, damaged or outside the
+            folder.
+        UnsupportedModel: the checkpoint needs code that lies beside the weights.
+        InvalidField, UnknownScheme, NotPatched: the files do not describe a scheme, or a scheme that does not fit the
+            model, or adapters would run code.
         MissingPackage: the path holds adapters, and PEFT is not installed.
-        AlreadyPatched: it was saved under another scheme than the given one.
+        AlreadyPatched: the checkpoint was saved under a scheme that differs from the given one.
         TypeError: the class does not know one of `kwargs`.
     """
     if scheme is None and isinstance(kwargs.get("rope_scaling"), dict):
@@ -154,7 +157,7 @@ def _one_error(
 
 
 def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()) -> nn.Module:
-    """Load what `from_pretrained` was asked for; `above` are the adapters that named the path."""
+    """Load the checkpoint for `from_pretrained`; `above` are the adapters that named the path."""
     location = {name: kwargs[name] for name in _PLACES if name in kwargs}
     if (file := kwargs.pop("gguf_file", None)) is not None:
         path = find_gguf(path, file, location)
@@ -212,12 +215,12 @@ def _load(path: str | Path, kwargs: dict[str, Any], above: tuple[Path, ...] = ()
 
 
 def _config_of(path: str | Path, **location: Any) -> Any:
-    """Load the config of a checkpoint, of a class in Transformers or in this library."""
+    """Load the config of a checkpoint, with its class in Transformers or in this library."""
     return _read_config(path, **location)[0]
 
 
 def _read_config(path: str | Path, **location: Any) -> tuple[Any, dict[str, Any]]:
-    """Load the config of a checkpoint, and return with it the implementations that it asked for and does not get."""
+    """Load the config of a checkpoint, and return with it the requested implementations that were refused."""
     _read_fields(path, **location)
     try:
         config = AutoConfig.from_pretrained(path, **{**location, "trust_remote_code": False})
@@ -259,16 +262,16 @@ def _with_adapters(
 
 
 def follow_adapters(model: nn.Module, path: str, **location: Any) -> None:
-    """Bring a base checkpoint, in place, under the scheme that adapters record, before PEFT adds them.
+    """Patch a base checkpoint in place with the scheme that adapters record, before PEFT adds them.
 
     Args:
-        model: the base; as it is if the adapters say nothing of a scheme.
-        path: of the adapters, a folder or a Hub ID.
+        model: the base; it stays unchanged if the adapters record no scheme.
+        path: path of the adapters, a folder or a Hub ID.
         **location: arguments of `from_pretrained` that locate a file, such as `revision`.
 
     Raises:
         NoCheckpoint: there are no adapters.
-        InvalidField, UnknownScheme: what they record is not a scheme, or they would run code.
+        InvalidField, UnknownScheme: the record of the adapters is not a scheme, or the adapters would run code.
     """
     if (file := cached_file(path, ADAPTERS, **OPTIONAL, **location)) is None:
         raise NoCheckpoint(f"there are no adapters {path!r}: it has no {ADAPTERS}")
@@ -278,11 +281,11 @@ def follow_adapters(model: nn.Module, path: str, **location: Any) -> None:
 
 
 def _settings_of(path: str | Path, adapters: Path, location: dict[str, Any]) -> dict[str, Any]:
-    """The settings of adapters, with the record of their scheme: from the file beside them, or in the settings of older
-    ones.
+    """The settings of adapters, with the record of their scheme: from the file beside them or, for older adapters, from
+    the settings.
 
     Raises:
-        InvalidField: they would run code, or the record belongs to other weights.
+        InvalidField: the adapters would run code, or the record belongs to other weights.
     """
     settings = read_json(adapters)
     check_adapter(settings, adapters)
@@ -298,7 +301,7 @@ def base_of(folder: str) -> str:
     """The path of the base checkpoint of a folder of adapters.
 
     Raises:
-        InvalidField: they name none.
+        InvalidField: the adapters name no base.
     """
     adapters = Path(folder, ADAPTERS)
     return _base_in(read_json(adapters), adapters)
@@ -320,8 +323,8 @@ def _config_beside(path: str | Path, location: dict[str, Any]) -> Any:
 
 
 def _recorded(settings: dict[str, Any], config: Any, adapters: Path) -> Scheme | Literal["nothing"] | None:
-    """The scheme that adapters record: None for the plain checkpoint, and "nothing" if they have no record and no
-    config.
+    """The scheme that adapters record: None for the plain checkpoint, and "nothing" if the adapters have no record and
+    no config.
     """
     if RECORD not in settings and config is None:
         return "nothing"
@@ -370,10 +373,10 @@ def load_model(path: str, *, dtype: str | None = None, device: str = "auto", att
     scheme.
 
     Args:
-        dtype: None for the checkpoint's own (bfloat16 for a GGUF file); `auto` for the same, but float32 on a CPU
-            without bfloat16 instructions, where half precision can be a hundred times slower; or one of `DTYPES`.
-        device: a torch device, or `auto` for the first accelerator (with several processes that of the local rank), or
-            else the CPU.
+        dtype: None for the checkpoint's own dtype (bfloat16 for a GGUF file); `auto` for that dtype, but float32 on a
+            CPU without bfloat16 instructions, where half precision can be a hundred times slower; or one of `DTYPES`.
+        device: a torch device, or `auto` for the first accelerator (with several processes the one of the local rank),
+            or else the CPU.
         attention: `auto`, or an implementation of Transformers, such as `sdpa` or `eager`.
 
     Raises:
@@ -395,7 +398,7 @@ def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        NoCheckpoint: there is none.
+        NoCheckpoint: there is no tokenizer.
     """
     return _read(path, "tokenizer", _tokenizer_of, load_gguf_tokenizer)
 
@@ -417,7 +420,7 @@ def trained_length(path: str) -> int:
 
     Raises:
         NoCheckpoint: there is no config.
-        EvaluationError: it does not give a length.
+        EvaluationError: the config gives no length.
     """
     config = load_config(path)
     if getattr(config, "rope_parameters", None):

@@ -1,4 +1,4 @@
-"""Files that are a checkpoint's own: in its folder, or in the Hub's cache of it.
+"""Files that belong to a checkpoint: in its folder, or in the Hub's cache of it.
 
 A link or an index of weights can name any file of this computer. Such a file is neither read as weights nor copied.
 """
@@ -22,7 +22,7 @@ def own_file(file: Path, folder: Path) -> Path:
     folder of a revision.
 
     Raises:
-        NoCheckpoint: it lies elsewhere, a link in the path is broken, or there is something other than a file.
+        NoCheckpoint: the file lies outside, a link in the path is broken, or the path is not a regular file.
     """
     home = folder.resolve()
     blobs = next((above.parent / "blobs" for above in home.parents if above.name == "snapshots"), None)
@@ -43,7 +43,7 @@ def shards_of(index: Path) -> dict[str, str]:
     """Read the `weight_map` of an index of weights: the file of each weight, beside the index.
 
     Raises:
-        NoCheckpoint: the index is damaged, or names a file that is not the checkpoint's own.
+        NoCheckpoint: the index is damaged, or names a file that does not belong to the checkpoint.
     """
     try:
         shards: Any = read_json(index).get("weight_map")

@@ -1,4 +1,4 @@
-"""The positions that programs compute from an exported config, by the facts of `rope_patch.doctor`."""
+"""The positions that programs compute from an exported config, according to `rope_patch.doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 BY_KEY = {reader.key: reader for reader in ALL_READERS}
 
 READERS = tuple(reader for reader in ALL_READERS if not reader.writes)
-"""Programs that compute texts from a folder; trainers are behind `--for` alone."""
+"""Programs that generate text from a folder; trainers are only available with `--for`."""
 
 TRANSFORMERS, VLLM, LLAMA_CPP = (BY_KEY[key] for key in ("transformers", "vllm", "llama.cpp"))
 
@@ -31,9 +31,8 @@ ROUNDED = 2e-3
 
 @dataclass(frozen=True)
 class Support:
-    """The answer whether a program computes the scheme from a folder: `reads` is `yes`, `partly` or `no`, `words` are
-    its start options or the reason, and `known` says how that was established, see `doctor.Reader`, and for which
-    version.
+    """The answer whether a program computes the scheme from a folder. `reads` is `yes`, `partly` or `no`; `words` are
+    its start options or the reason; `known` says how this was established (see `doctor.Reader`), and for which version.
     """
 
     name: str
@@ -70,9 +69,10 @@ def supported(
     """Find out how each of some readers computes `rope_parameters`.
 
     Args:
-        architectures: of the config.
+        architectures: the `architectures` of the config.
         length: the context to serve, in tokens; default the factor times L of the parameters.
-        fields: of the config that is written; default these parameters in both spellings, in a model of Llama's kind.
+        fields: the fields of the written config; default these parameters in both spellings, in a model of Llama's
+            kind.
     """
     readers = tuple(readers)
     if not readers:
@@ -113,8 +113,8 @@ def _differs_by_rounding(reading: Reading, report: Report) -> bool:
 
 
 def _in_both_spellings(before: Mapping[str, Any], parameters: dict[str, Any], length: int) -> dict[str, Any]:
-    """A config with these parameters in the words of Transformers 5 and in older ones, with the fields that positions
-    depend on.
+    """A config with these parameters in the fields of Transformers 5 and of older versions, with the fields that
+    positions depend on.
     """
     entry = entry_of(parameters)
     trained = entry.get("original_max_position_embeddings") or before.get("max_position_embeddings") or 4096
@@ -136,11 +136,11 @@ def parameters_for(
     their temperature under every name for it.
 
     Args:
-        readers: default all programs, of whom Transformers decides.
-        config: of the unpatched checkpoint; it stays unchanged.
-        architectures: of the config.
+        readers: default all programs; then Transformers decides.
+        config: config of the unpatched checkpoint; it stays unchanged.
+        architectures: the `architectures` of the config.
         length: the context to serve, in tokens.
-        weights: as in `export_rope_parameters`.
+        weights: the argument of `export_rope_parameters`.
 
     Raises:
         NotExpressible: neither form expresses the scheme; the message has the reason of its own type.
@@ -170,7 +170,7 @@ def parameters_for(
 
 def served_by(scheme: Scheme | None, config: Any) -> list[str]:
     """The names in `SERVERS` that can compute a scheme on a checkpoint, with "(partly)" after servers with limits. All
-    of them serve the plain checkpoint, which is None.
+    servers serve the plain checkpoint, which is None.
     """
     if scheme is None:
         return list(SERVERS)
@@ -189,10 +189,10 @@ def served_by(scheme: Scheme | None, config: Any) -> list[str]:
 
 
 def check_own_code(folder: Any, fields: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose model is code of its own, by the fields of its config.
+    """Refuse a checkpoint that needs its own model code, by the fields of its config.
 
     Raises:
-        NotExpressible: it is.
+        NotExpressible: the checkpoint needs its own code.
     """
     kind = fields.get("model_type")
     if fields.get("auto_map") or kind == "baichuan":
@@ -204,7 +204,7 @@ def check_own_code(folder: Any, fields: Mapping[str, Any]) -> None:
 
 def refused_by_vllm(scheme: Scheme) -> str:
     """The part of a scheme that the vLLM plugin cannot compute from queries, keys and positions; empty if it can serve
-    all.
+    the whole scheme.
     """
     by_content = {"content_bias", "weight_factor", "relative_values", "running_bias"}
     refused = {
@@ -216,7 +216,7 @@ def refused_by_vllm(scheme: Scheme) -> str:
 
 
 def servers_of(scheme: Scheme, spelled: str) -> str:
-    """A sentence, without its full stop, on what serves a scheme that no config expresses."""
+    """A sentence, without its full stop, on the programs that serve a scheme that no config expresses."""
     if scheme.stateful or "running_bias" in scheme.methods:
         return "Only `generate` computes it: load it with rope_patch.from_pretrained"
     plugin = "" if refused_by_vllm(scheme) else ", and vLLM does with the plugin of this package (docs/how-to/serve.md)"

@@ -29,8 +29,8 @@ def repatch(model: nn.Module | PatchHandle, *schemes: Any, **fields: Any) -> Pat
     """Apply the scheme in the config of a `model` that plain Transformers loaded, or another scheme in its place.
 
     Args:
-        model: loaded by Transformers.
-        *schemes, **fields: without any, the scheme is the recorded one. With them, `repatch` is `patch(model, ...,
+        model: a model that Transformers loaded.
+        *schemes, **fields: the scheme; default the recorded one. With a scheme, `repatch` is `patch(model, ...,
             replace=True)`.
 
     Raises:
@@ -63,11 +63,11 @@ def repatch(model: nn.Module | PatchHandle, *schemes: Any, **fields: Any) -> Pat
 
 
 def resume_rows(model: nn.Module, record: Record) -> PatchHandle | None:
-    """Patch a model with the rows of its table of positions that it was saved with; None if it was saved without a
-    table of its own.
+    """Patch a model with the rows that its table of positions was saved with; None if it was saved without a replaced
+    table.
 
     Raises:
-        NotPatched: the record has another number of positions than the model can have.
+        NotPatched: the record has a number of positions that does not fit the model.
         AlreadyPatched: the model already has a scheme.
     """
     scheme, capacity, has_table = record.scheme, cast(int, record.positions), find_stacks(model)[0][0] is absolute
@@ -118,7 +118,7 @@ def load_parameters(model: nn.Module, path: str | Path, **location: Any) -> None
     """Load the learned parameters of a patched model from a checkpoint.
 
     Raises:
-        NotPatched: one of them, or the files, are missing; the model is then without its scheme.
+        NotPatched: a parameter, or the files, are missing; the model is then without its scheme.
     """
     learned = learned_parameters(model)
     if not learned:
@@ -145,7 +145,7 @@ def saved_parameters(path: str | Path, **location: Any) -> dict[str, torch.Tenso
     """The learned parameters of schemes, of any shape, in the files of a checkpoint, by their saved names.
 
     Raises:
-        NoCheckpoint: an index of weights is damaged, or names files elsewhere.
+        NoCheckpoint: an index of weights is damaged, or names files outside the checkpoint.
     """
     check_weights(path, **location)
     optional = {**OPTIONAL, **location}

@@ -1,4 +1,4 @@
-"""The fields that state positions in a config, in the words of Transformers 5 and in older ones."""
+"""The fields that state positions in a config, in the spelling of Transformers 5 and of older versions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ POSITIONAL = (RECORD, "rope_parameters", "rope_scaling", "rope_theta", "original
 
 
 def new_words(before: Mapping[str, Any], parameters: dict[str, Any], trained: int, length: int) -> dict[str, Any]:
-    """A config with other positions, in the words of Transformers 5.
+    """A config with other positions, in the spelling of Transformers 5.
 
     Args:
         before: the fields of the text model.
         parameters: the `rope_parameters`.
-        trained: L in tokens, for a type that needs it and does not contain it.
+        trained: L in tokens, for a type that needs it and whose parameters lack it.
         length: the longest context to serve, in tokens.
     """
     others = {key: value for key, value in before.items() if key not in POSITIONAL}
@@ -30,8 +30,8 @@ def new_words(before: Mapping[str, Any], parameters: dict[str, Any], trained: in
 
 
 def older_words(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Fields for Transformers before 5 and the like: `rope_theta` at the top, `type` and `rope_type` in `rope_scaling`.
-    Empty for parameters by layer type.
+    """Fields for Transformers before 5 and similar programs: `rope_theta` at the top, `type` and `rope_type` in
+    `rope_scaling`. Empty for parameters by layer type.
     """
     if "rope_type" not in parameters:
         return {}

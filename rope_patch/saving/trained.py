@@ -1,4 +1,4 @@
-"""Frequencies that a checkpoint trained, and its weights without the parameters of a scheme: for other programs."""
+"""The trained frequencies of a checkpoint, and its weights without the parameters of a scheme, for other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained_weights(folder: Path, scheme: Scheme) -> Weights:
     """The learned parameters of a scheme in a checkpoint folder, by their names; empty if it has none.
 
     Raises:
-        NotExpressible: layers trained different ones.
+        NotExpressible: the trained parameters differ between layers.
     """
     by_holder: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in saved_parameters(folder).items():
@@ -38,8 +38,8 @@ def trained_weights(folder: Path, scheme: Scheme) -> Weights:
 
 
 def copy_without_learned(file: Path, target: Path) -> bool:
-    """Copy weights, or their index, without learned parameters of schemes, which other programs refuse to load. Return
-    False, and copy nothing, if they have none.
+    """Copy weights, or their index, without learned parameters of schemes, which other programs refuse to load. If the
+    file has none, copy nothing and return False.
     """
     if file.name == SAFE_WEIGHTS_INDEX_NAME:
         shards = shards_of(file)

@@ -1,4 +1,6 @@
-"""Settings of a checkpoint that would run code or read elsewhere: its user may ask for them, its files may not."""
+"""Settings of a checkpoint that would run code or read other files: the user may ask for them, the checkpoint's files
+may not.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def drop_implementations(config: Any) -> dict[str, Any]:
     are PyTorch's own. Transformers then takes its default, which computes the same.
 
     Returns:
-        what was dropped: for each field, the first value found.
+        the dropped values: for each field, the first value found.
     """
     dropped: dict[str, Any] = {}
     held = config if isinstance(config, dict) else vars(config)
@@ -52,13 +54,13 @@ def drop_implementations(config: Any) -> dict[str, Any]:
 
 
 def check_adapter(settings: Mapping[str, Any], file: str | Path) -> None:
-    """Refuse settings of adapters that let PEFT run code or read elsewhere, before PEFT sees them.
+    """Refuse settings of adapters that let PEFT run code or read other files, before PEFT sees them.
 
     Args:
         settings: content of the `file`, an `adapter_config.json`.
 
     Raises:
-        InvalidField: there is one; null and empty ones are left alone.
+        InvalidField: there is such a setting; null and empty values are allowed.
     """
     for field, reason in _REACHING.items():
         if (value := settings.get(field)) and value != _HARMLESS.get(field):

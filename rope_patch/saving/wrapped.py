@@ -1,4 +1,4 @@
-"""Save a patched model with whatever is around it: the wrappers of training and compiling, and PEFT's adapters."""
+"""Save a patched model inside any wrapper: wrappers for training and compiling, and PEFT's adapters."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rope_patch.patching import PatchHandle, find_handles, loaded
 
 
 def save_pretrained(model: nn.Module | PatchHandle, folder: str | Path, **kwargs: Any) -> None:
-    """Save a model so that `from_pretrained` loads it under its scheme, whatever is around it.
+    """Save a model, inside any wrapper, so that `from_pretrained` loads it under its scheme.
 
     A model inside `DistributedDataParallel`, `torch.compile` or a module of yours is saved as if it were alone. PEFT's
-    adapters and learned prompts are saved without the model. The scheme is recorded in any case, also where
-    `model.save_pretrained` cannot know of it: in front of learned prompts, and for a model that was built around a
-    patched one. A model without a scheme is saved as it is.
+    adapters and learned prompts are saved without the model. The scheme is recorded in every case, even if
+    `model.save_pretrained` cannot know it: behind learned prompts, and in a model that was built around a patched one.
+    A model without a scheme is saved unchanged.
 
     Args:
-        model: patched or not, or its handle.
-        folder: as of Transformers; it is created.
-        **kwargs: for `save_pretrained` of Transformers or PEFT, such as `state_dict` or `is_main_process`.
+        model: a model, patched or not, or its handle.
+        folder: the folder to write, which is created if it is missing.
+        **kwargs: arguments for `save_pretrained` of Transformers or PEFT, such as `state_dict` or `is_main_process`.
 
     Raises:
-        UnsupportedModel: there is no model of Transformers in it, only a part of it carries a scheme, or its weights
-            are sharded and no `state_dict` is given.
+        UnsupportedModel: `model` contains no model of Transformers, only a part of it carries a scheme, or its weights
+            are sharded and you give no `state_dict`.
         InvalidField: `push_to_hub` is requested.
     """
     if isinstance(folder, nn.Module):
@@ -91,7 +91,7 @@ def _record_of(model: nn.Module, handles: tuple[PatchHandle, ...]) -> Record | N
     """The record of a model, if all of its stacks carry one scheme.
 
     Raises:
-        UnsupportedModel: they do not, and a config has one record for all of them.
+        UnsupportedModel: the stacks carry different schemes, and a config has only one record.
     """
     mounted = {stack.module for handle in handles for stack, _ in handle.mounted}
     schemes = {str(handle.scheme) for handle in handles}
@@ -104,7 +104,7 @@ def _record_of(model: nn.Module, handles: tuple[PatchHandle, ...]) -> Record | N
 
 
 def _settings_in(folder: Path, model: Any, kwargs: dict[str, Any]) -> list[Path]:
-    """The settings files that were saved: a config, or the ones of adapters."""
+    """The saved settings files: a config, or the settings of adapters."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         return [folder / CONFIG_NAME]

@@ -39,9 +39,9 @@ class Sweep:
 
     Attributes:
         field: the main field; empty for a scheme whose defaults are tried.
-        unit: what the values count in: `L`, or `target`, which is what the field is for the target, see
-            `Scheme.fields_for`, or `one`.
-        values: in that unit, best guess first.
+        unit: the unit of the values: `L`, the training length; `target`, the value of the field that
+            `Scheme.fields_for` gives for the target; or `one`.
+        values: numbers in that unit, best guess first.
         window: w in multiples of L; 0 for a scheme without a window.
     """
 
@@ -98,7 +98,7 @@ class _SchemeType(type):
     if not TYPE_CHECKING:  # else a type checker would accept any fields for any class
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
-            """An instance of the class.
+            """Make an instance of the class.
 
             Raises:
                 MissingField: a required field is missing.
@@ -126,37 +126,37 @@ class Scheme(metaclass=_SchemeType):
 
     Class attributes:
         name: registry name, in snake_case.
-        title: how tables and legends name it, where that is not the name of the class.
+        title: the name in tables and legends, where it differs from the name of the class.
         equation: the formula, as a line of text.
-        source: where it was published.
-        regime: what a pretrained checkpoint needs before it makes sense under this scheme.
-        summary: what it does, in plain words; default the first line of the docstring.
-        aliases: its other names in papers and libraries; those of the class and its `rope_type` are known anyway.
-        length_dependent: whether the frequencies or the regions follow the length of the text.
-        regions_by_length: whether the regions do, see `at_length`.
-        by_document: whether that is the length of each document of a packed row, and not of the row.
-        learned_frequencies: whether the frequencies follow learned parameters.
-        refines: whether it makes its frequencies of those of another scheme, see `refine`.
+        source: the first publication.
+        regime: the training that a pretrained checkpoint needs before it works under this scheme.
+        summary: one plain sentence on the scheme; default the first line of the docstring.
+        aliases: further names in papers and libraries; the class name and the `rope_type` are known anyway.
+        length_dependent: whether the frequencies or the regions depend on the length of the text.
+        regions_by_length: whether the regions depend on that length, see `at_length`.
+        by_document: whether each document of a packed row counts its own length; otherwise the row's counts.
+        learned_frequencies: whether the frequencies depend on learned parameters.
+        refines: whether it derives its frequencies from those of another scheme, see `refine`.
         chooses_pairs: whether the frequencies decide which pairs rotate, also those that the checkpoint leaves still.
-        decays: whether the frequencies bring a decay, so that queries and keys are rotated by different tables.
+        decays: whether the rotation also decays, so that queries and keys are rotated by different tables.
         stills: whether all frequencies are zero, so that nothing rotates.
         linear: whether the bias is a multiple of the distance, so that under a causal mask one term per key is enough.
-        only_masks: whether all that its bias does is to hide pairs, with values 0 and -inf, so that the checkpoint's
-            own rotation or bias stays.
+        only_masks: whether the bias only hides pairs, with values 0 and -inf, so that the checkpoint's own rotation or
+            bias stays.
         absolute: whether a shift of all positions changes the scores.
         causal_only: whether the scheme has no meaning for keys after the query.
         keeps_rows: whether the first rows of its table of positions are the checkpoint's own.
-        rope_type: the `rope_type` of Transformers that means the same; None where there is none.
-        shared: names of its learned parameters that all layers have in common; each layer has its own of the others,
-            and of all of them where a field `per_layer` is true.
-        precise: names of its learned parameters that stay in float32 where the model is in half precision.
-        every_block: whether positions enter at the input of every layer, and not of the first alone.
-        breaks_graph: whether it asks for the values of positions, which a compiler does not have.
+        rope_type: the equivalent `rope_type` of Transformers; None where there is none.
+        shared: names of the learned parameters that all layers share; each layer has its own copy of the others, and of
+            all of them if a field `per_layer` is true.
+        precise: names of the learned parameters that stay in float32 in a half-precision model.
+        every_block: whether positions enter at the input of every layer, and not only of the first.
+        breaks_graph: whether the scheme reads the values of positions, which a compiler does not have.
         reads_ids: whether its `embedding` depends on token ids.
         stateful: whether its `embedding` carries a state from token to token, see `advance`.
-        by_layer: whether layers differ, see `of_layers`.
+        by_layer: whether the scheme differs between layers, see `of_layers`.
         by_head: whether each query head has frequencies of its own.
-        sweep: what a search for the best scheme tries; None for what it leaves out.
+        sweep: the values that a search for the best scheme tries; None if it skips this scheme.
     """
 
     name: ClassVar[str]
@@ -212,11 +212,11 @@ class Scheme(metaclass=_SchemeType):
         return type(self).composition(self, other)  # type: ignore[call-arg]
 
     def frequencies_on(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """Like `frequencies`, but pairs that the checkpoint does not rotate stay so, unless the scheme chooses its
-        pairs.
+        """Like `frequencies`, but pairs that the checkpoint does not rotate stay unrotated, unless the scheme
+        `chooses_pairs`.
 
         Args:
-            rotary, length, weights: as for `frequencies`.
+            rotary, length, weights: the arguments of `frequencies`.
         """
         frequencies = self.frequencies(rotary, length, weights)
         if rotary.rotating_pairs is None or self.chooses_pairs:
@@ -231,8 +231,8 @@ class Scheme(metaclass=_SchemeType):
 
         Args:
             rotary: width, base and training length of the checkpoint's rotations.
-            length: of each row in tokens, `(batch,)`; given where the scheme is `length_dependent`.
-            weights: given where the scheme has `learned_frequencies`.
+            length: length of each row in tokens, `(batch,)`; given if the scheme is `length_dependent`.
+            weights: given if the scheme has `learned_frequencies`.
 
         Raises:
             InvalidField: a field does not fit this width.
@@ -245,8 +245,8 @@ class Scheme(metaclass=_SchemeType):
         of RoPE, refined.
 
         Args:
-            frequencies: of the other scheme, `(d/2,)` or `(batch, d/2)`.
-            rotary, weights: as of `frequencies`.
+            frequencies: frequencies of the other scheme, `(d/2,)` or `(batch, d/2)`.
+            rotary, weights: the arguments of `frequencies`.
         """
         return frequencies
 
@@ -255,8 +255,8 @@ class Scheme(metaclass=_SchemeType):
         raise NotImplementedError
 
     def at_length(self, length: int) -> Scheme:
-        """The scheme for texts of `length` tokens. A scheme that has `regions_by_length` returns one whose regions
-        follow from this length alone, and `segments` is called on that.
+        """The scheme for texts of `length` tokens. A scheme that has `regions_by_length` returns a scheme whose regions
+        depend on this length alone; `segments` is called on the result.
         """
         return self
 
@@ -284,7 +284,7 @@ class Scheme(metaclass=_SchemeType):
         key alone.
 
         Args:
-            states: what enters the attention module, as its projections see it, `(batch, length, hidden)`.
+            states: the input of the attention module, as its projections see it, `(batch, length, hidden)`.
         """
         raise NotImplementedError
 
@@ -304,21 +304,21 @@ class Scheme(metaclass=_SchemeType):
         raise NotImplementedError
 
     def embedding(self, tokens: Tokens, weights: Weights = NO_WEIGHTS) -> torch.Tensor:
-        """The input e(x_m, token_m, m) that replaces the token's, in the shape and dtype of `tokens.states`.
+        """The input e(x_m, token_m, m) that replaces the token's vector, in the shape and dtype of `tokens.states`.
 
         Raises:
-            UnsupportedPositions: where there is no vector for a position, or no ids and the scheme reads them.
+            UnsupportedPositions: a position has no vector, or the scheme reads ids and the model received none.
         """
         raise NotImplementedError
 
     def advance(
         self, tokens: Tokens, state: torch.Tensor | None, weights: Weights = NO_WEIGHTS
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `embedding`, for a scheme that is `stateful`: the state carries what it remembers of earlier tokens.
+        """Like `embedding`, for a scheme that is `stateful`: the state summarises the earlier tokens.
 
         Args:
             tokens: the next ones of each row; a row begins anew at every position 0.
-            state: the one after the last token before these, `(batch, width)`; None at the beginning.
+            state: the state after the token before these, `(batch, width)`; None at the beginning.
 
         Returns:
             the new states of the tokens, and the state after each of them, `(batch, length, width)`.
@@ -340,9 +340,9 @@ class Scheme(metaclass=_SchemeType):
 
     @classmethod
     def fields_for(cls, target: Target) -> dict[str, Any]:
-        """The fields with which the scheme reaches a `target`, where they are open; those that are given win.
+        """The values of open fields with which the scheme reaches a `target`; fields that you give win.
 
-        Overridden by schemes whose fields follow from a length, or that reach every length as they are.
+        Schemes whose fields follow from a length, or that reach every length unchanged, override this.
 
         Raises:
             InvalidField: the length is out of reach on this checkpoint, or beside what is given.
@@ -351,9 +351,10 @@ class Scheme(metaclass=_SchemeType):
 
     @classmethod
     def fit(cls, best: Mapping[int, float]) -> dict[str, Any]:
-        """The fields of a rule by which the main field of `sweep` follows the length of a text, by least squares.
+        """Fit, by least squares, the fields of the rule by which the main field of `sweep` depends on the text's
+        length.
 
-        Overridden by schemes that have such a rule.
+        Schemes that have such a rule override this.
 
         Args:
             best: the best value of the field at each length in tokens.
@@ -377,11 +378,11 @@ class Scheme(metaclass=_SchemeType):
     def parameters(self, shape: ModelShape, random: torch.Generator) -> dict[str, torch.Tensor]:
         """Initial values of the learned parameters that the scheme brings: float32, on the CPU, of any shape, by name.
 
-        They start so that a pretrained model changes as little as the method allows. Every slot's method but
-        `segments` is given them, trained, as `weights`.
+        They start so that a pretrained model changes as little as the method allows. Every slot's method except
+        `segments` receives the trained parameters as `weights`.
 
         Args:
-            shape: what they are sized by.
+            shape: the sizes of the model.
             random: the only source of chance; seeded alike for the same layer of every model.
 
         Raises:
@@ -391,10 +392,10 @@ class Scheme(metaclass=_SchemeType):
 
     def rope_parameters(self, rotary: RotarySpec) -> dict[str, Any]:
         """Express the scheme in Transformers' `rope_parameters`, without the fields that every type shares; fields that
-        are left to the checkpoint are read from its `rotary`.
+        the scheme leaves open are read from the checkpoint's `rotary`.
 
         Raises:
-            NotExpressible: when Transformers has no words for it.
+            NotExpressible: Transformers has no equivalent.
         """
         if self.rope_type is None:
             slots = ", ".join(sorted(self.slots))
@@ -419,8 +420,8 @@ class Scheme(metaclass=_SchemeType):
 
     @property
     def frequency_owner(self) -> Scheme | None:
-        """The part whose frequencies replace the checkpoint's own; None if those stay, also refined, or if nothing
-        rotates any more.
+        """The part whose frequencies replace the checkpoint's own; None if the checkpoint's stay, refined or not, or if
+        nothing rotates any more.
         """
         return self if "frequencies" in self.slots and not (self.refines or self.stills) else None
 
@@ -450,7 +451,7 @@ class Scheme(metaclass=_SchemeType):
 
         Args:
             kinds: index and type, such as `full_attention`, of the layers that attend.
-            num_layers: of the stack, among them those that do not attend.
+            num_layers: number of layers in the stack, with those that do not attend.
 
         Raises:
             InvalidField: layers of this stack are chosen twice, or not at all, or do not exist.
@@ -462,7 +463,7 @@ class Scheme(metaclass=_SchemeType):
         """Fill in the defaults that depend on the `checkpoint`.
 
         Raises:
-            InvalidField: when a field does not fit this checkpoint.
+            InvalidField: a field does not fit this checkpoint.
         """
         return self
 
@@ -474,7 +475,7 @@ class Scheme(metaclass=_SchemeType):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to `{"name": ..., **fields}`, which `scheme_from_dict` reads back."""
+        """Convert the scheme to `{"name": ..., **fields}`, which `scheme_from_dict` reads back."""
         return {"name": self.name, **self.fields()}
 
     def __str__(self) -> str:

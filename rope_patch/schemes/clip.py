@@ -46,7 +46,7 @@ class ClippedRoPE(Scheme):
     pairs: Annotated[int, AtLeast(1)] | None = None
 
     def refine(self, frequencies: Frequencies, rotary: RotarySpec, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        """Slow the last pairs of these frequencies; arguments as in `Scheme.refine`.
+        """Slow the last pairs of these frequencies; the arguments are those of `Scheme.refine`.
 
         Raises:
             InvalidField: the checkpoint has fewer pairs than `pairs`.

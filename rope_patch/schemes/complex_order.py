@@ -25,14 +25,15 @@ class ComplexOrder(Scheme):
 
     In the paper all layers are complex and have twice the weights. Here the layers stay real and the hidden size stays
     d: the word vector is read as d/2 complex numbers z_j = x_2j + i x_(2j+1), with amplitude |z_j| and a phase, and
-    these are rotated. With zero frequencies and phases the result is the word vector itself.
+    these numbers are rotated. With zero frequencies and phases the result is the word vector itself.
 
     The released Transformers have no phases; here they are learned and start at zero. The released code reads a real
-    vector as the amplitudes of d complex numbers with equal frequencies in pairs (2j, 2j+1); the pairs here are those.
+    vector as the amplitudes of d complex numbers with equal frequencies in pairs (2j, 2j+1); the pairs here are the
+    same.
 
     Args:
-        shared_words: use one vector of frequencies and one of phases for all words. By default each word has its own,
-            as in the paper; together they are as large as the table of word vectors.
+        shared_words: use one vector of frequencies and one of phases for all words. By default each word has its own
+            vectors, as in the paper; together they are as large as the table of word vectors.
         start: initial frequencies of every word: `"sinusoidal"`, b^(-2j/d) radians per token, as released; or
             `"zeros"`, which leaves a pretrained model unchanged.
         base: b of the sinusoidal start, 10000 as released.

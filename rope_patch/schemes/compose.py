@@ -18,7 +18,7 @@ _SHARED: frozenset[Slot] = frozenset({"query_scale", "bias"})
 
 
 class Combined(Scheme):
-    """A scheme made of others, its `inner` ones, which also determine its class attributes; see `Composed`."""
+    """A scheme made of other schemes, `inner`. They also determine its class attributes, see `Composed`."""
 
     inner: tuple[Scheme, ...]
 
@@ -55,8 +55,8 @@ class Compose(Combined):
         *schemes: two or more schemes; nested compositions are flattened.
 
     Raises:
-        SlotConflict: when two of them fill the same slot; the message names both.
-        InvalidField: when something that is no scheme is among them, or nothing at all.
+        SlotConflict: two of them fill the same slot; the message names both.
+        InvalidField: an argument is not a scheme, or there is none.
     """
 
     name = "compose"

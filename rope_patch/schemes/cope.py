@@ -18,7 +18,7 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 class CoPE(Scheme):
     """Measure distance as the sum of the gates from the key to the query, which need not be an integer.
 
-    The score of a pair opens the gate of its key, so a head may count words or sentences instead of tokens. A position
+    The score of a pair opens the gate of its key, so a head may count words or sentences rather than tokens. A position
     between two integers interpolates their vectors. The query is multiplied by the integer vectors first, so no pair
     needs its own vector in memory. Masked keys have closed gates. All vectors start at zero.
 

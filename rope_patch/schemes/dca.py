@@ -19,8 +19,8 @@ class DualChunkAttention(Scheme):
 
     The period is s = chunk_size - local_window, and r = m mod s. The query is at r for its own chunk, at
     min(r + s, chunk_size) for the previous one, so that neighbours across the border keep their distance, and at
-    min(2s - 1, chunk_size) for all earlier ones. No distance exceeds the chunk size. This is the released code. In the
-    paper (section 3, equations 3 to 6) the period is the chunk itself, s = chunk_size, and the window comes on top:
+    min(2s - 1, chunk_size) for all earlier ones. No distance exceeds the chunk size. The released code does this. In
+    the paper (section 3, equations 3 to 6) the period is the chunk itself, s = chunk_size, and the window comes on top:
     with c = s + local_window the query is at min(r + s, c - 1) and at c - 1. Any `target` is reached without changes.
 
     Args:

@@ -1,4 +1,4 @@
-"""DPE: every group of pairs counts far tokens in steps of its own."""
+"""DPE: each group of pairs counts far tokens in its own steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rope_patch.schemes.tools.positions import Grouped, PerPair
 @dataclass(frozen=True)
 class DimensionWise(Scheme):
     """Group far positions as Self-Extend does, with a group size for each group of pairs, because pairs differ in the
-    distances that they know.
+    distances that they were trained on.
 
     The authors find the steps by a retrieval task for each group of pairs and model: [2, 8, 2, 8, 32, 32, 32, 4] for
-    Llama-3-8B, [2, 16, 8, 8, 32, 8, 2, 4] for Qwen2.5-7B, both for 16 times their length. They do so in every head,
-    or in the 48 most influential dimensions of each head; this is the first. Equal steps are `self_extend`.
+    Llama-3-8B, [2, 16, 8, 8, 32, 8, 2, 4] for Qwen2.5-7B, both for 16 times their length. They apply the steps to every
+    head, or to the 48 most influential dimensions of each head; this class applies them to every head. Equal steps give
+    `self_extend`.
 
     Args:
         window: w in tokens, at least 1; 1,024 in the released configs.

@@ -22,17 +22,17 @@ class FIRE(Scheme):
 
     Dividing by the query's own position keeps every distance within the trained range, however long the text. The
     logarithm in psi separates near distances, and the threshold preserves absolute distances in short texts. With
-    suitable weights it equals T5's, ALiBi's or KERPLE's bias.
+    suitable weights the bias equals that of T5, ALiBi or KERPLE.
 
     Args:
-        width: of the hidden layer, 32 by default.
+        width: width of the hidden layer, 32 by default.
         threshold: initial threshold of the normaliser in tokens, 512 by default. A learned number multiplies it.
         initial_scale: multiplies the initial last layer, so that a pretrained model changes little; 1 is the
             published start, for training from scratch. Above 0.
-        per_layer: a network for each layer, or one for all (the paper's FIRE-S).
+        per_layer: give each layer its own network; False shares one among all layers (the paper's FIRE-S).
 
-    The initial c = 0.1, the 1e-6 in the quotient and the start of both layers, uniform in plus and minus
-    sqrt(1 / inputs), are those of the listing in the paper's appendix.
+    The initial c = 0.1, the 1e-6 in the quotient and the start of both layers, uniform in plus and minus sqrt(1 /
+    inputs), come from the listing in the paper's appendix.
     """
 
     name = "fire"

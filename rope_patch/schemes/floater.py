@@ -26,9 +26,9 @@ class FLOATER(Scheme):
 
     In the paper positions enter every block, all blocks share the flow, and each block has its own initial vector;
     `blocks` selects that. The released code adds the vectors, one each for queries, keys and values, after the
-    projections, and keeps the sinusoids or the table at the input; here they are added to the states. It uses ReLU
-    instead of tanh, feeds the time to both layers, takes five solver steps per token, and recomputes the path once in
-    400 updates.
+    projections, and keeps the sinusoids or the table at the input; here they are added to the states. That code uses
+    ReLU instead of tanh, feeds the time to both layers, takes five solver steps per token, and recomputes the path once
+    in 400 updates.
 
     Every call integrates the path again from 0 to the largest position, step by step (a few evaluations of h per
     position, all kept for the gradients): a text of n tokens takes n steps, and decoding a token at position m takes
@@ -37,8 +37,8 @@ class FLOATER(Scheme):
     The number of steps depends on the values of the positions, so `torch.compile` leaves the path out of its graph.
 
     Args:
-        width: of the hidden layer of h; default the hidden size, as released.
-        solver: of torchdiffeq: `"euler"`, `"midpoint"` or `"rk4"` with one step per token, or the adaptive
+        width: width of the hidden layer of h; default the hidden size, as released.
+        solver: a solver of torchdiffeq: `"euler"`, `"midpoint"` or `"rk4"` with one step per token, or the adaptive
             `"dopri5"` (tolerances 1e-5 relative, 1e-6 absolute). Default `"rk4"`, as released for translation.
         stride: time per token, above 0; default 0.01, as released.
         blocks: add positions to every block; default the first block only.

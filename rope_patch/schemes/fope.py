@@ -1,4 +1,4 @@
-"""Fourier position embedding: the half of it that learns nothing."""
+"""Fourier position embedding: the half that learns nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, RotarySpec, Weights
 class FoPECut(Scheme):
     """Stop the rotation of pairs that do not complete a turn within L tokens.
 
-    Training covered only a part of their circle, so longer distances would bring unseen angles. Without rotation they
-    compare content alone, which works at every distance. FoPE's other half, which replaces each pair by a Fourier
+    Training covered only a part of their circle, so longer distances would bring unseen angles. Without rotation these
+    pairs compare content alone, which works at every distance. FoPE's other half, which replaces each pair by a Fourier
     series, is not included.
 
     The paper trains with the cut. A model trained without it uses the slow pairs: on the embedded checkpoint the loss
@@ -28,7 +28,7 @@ class FoPECut(Scheme):
 
     It cuts the frequencies of the scheme listed with it, or of the checkpoint if it is listed alone. A pair that the
     other scheme slows is cut if it no longer completes a turn. By default the released code cuts before it
-    interpolates; it offers this order as an option.
+    interpolates; it offers the order used here as an option.
 
     Args:
         training_length: L in tokens; default from the checkpoint.

@@ -26,7 +26,7 @@ class FoX(Scheme):
     Args:
         horizon: tokens after which the initial gates reduce a weight by the factor e, at least 1; default the training
             length, within which a pretrained model loses no key. All heads start with it.
-        initial_std: of the initial gate weights; default 0, where their gradient is not zero.
+        initial_std: standard deviation of the initial gate weights; default 0, where their gradient is not zero.
 
     The released code starts with gate weights of normal(0, 0.02) and offsets of zero, so gates of 1/2; use
     `horizon=1.4427, initial_std=0.02` for training from scratch. Three parts of it are left out: gates that do not

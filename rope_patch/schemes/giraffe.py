@@ -27,7 +27,7 @@ _PAPER = Source(
 class TruncatedBasis(Scheme):
     """Keep pairs that complete a turn within t, give slower ones one common small frequency, and stop the slowest.
 
-    Beyond t the model then meets no unseen angle and no slow pair of which it saw only a part.
+    Beyond t the model then meets no unseen angle, and no slow pair of whose turn it saw only a part.
 
     Args:
         cutoff_length: t in tokens, at least 1, about the training length; with any `target`, L.
@@ -59,7 +59,7 @@ class PowerScaling(Scheme):
     """Slow pairs the more, the slower they are: the fastest not at all, the slowest by (d/2)^k.
 
     It slows the frequencies of the scheme listed with it, or of the checkpoint if it is listed alone. The released code
-    can also divide by a common factor first (`pi+giraffe_power`). The index counts from 0, as it does there; counted
+    can also divide by a common factor first (`pi+giraffe_power`). The index counts from 0, as in that code; counted
     from 1, the last pair would stop.
 
     Args:

@@ -24,14 +24,14 @@ class Hierarchical(Scheme):
     their meaning. All further rows lie in the span of the checkpoint's rows.
 
     A model without a table learns the n = L rows. Rows of further positions are mixed when they are read, and train the
-    rows they are mixed from. The post extends BERT's trained table, so this form and its start are ours.
+    rows they are mixed from. The post extends BERT's trained table, so this form and its initial values are our choice.
 
     Args:
         alpha: weight of the block against the place within it, above 0 and below 1. At 0.5 the positions (i, j) and
             (j, i) would share a vector, so 0.5 is refused.
-        num_positions: number of positions, n to n^2; default n^2; with a `target` that many, but at least n. In a model
-            that stores them in a table, 512 rows of 768 numbers grow to 262,144 or 0.8 GB in float32: set fewer where
-            texts are shorter.
+        num_positions: number of positions, n to n^2; default n^2; with a `target`, as many as its tokens, but at least
+            n. In a model that stores them in a table, 512 rows of 768 numbers grow to 262,144 or 0.8 GB in float32: set
+            fewer where texts are shorter.
         initial_std: standard deviation of the initial rows in a model without a table; default 0, which leaves the word
             vectors of a pretrained model unchanged. Models trained from scratch start with 0.02.
     """

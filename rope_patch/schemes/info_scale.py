@@ -20,8 +20,8 @@ from rope_patch.typing import NO_WEIGHTS, Weights
 class InfoScale(Scheme):
     """Sharpen attention so that as much of it stays on the tokens that matter, however many others there are.
 
-    About the square root of `logn`: for a large d it is sqrt(ln(m + 1) / ln L). The released code also scales texts
-    shorter than L, by less than 1; here they are unchanged.
+    The scale is about the square root of `logn`: for a large d it is sqrt(ln(m + 1) / ln L). The released code also
+    scales texts shorter than L, by less than 1; here they are unchanged.
 
     Args:
         training_length: L in tokens, at least 2; default from the checkpoint.

@@ -1,4 +1,4 @@
-"""LaMPE: Self-Extend whose far positions share as many numbers as the length of the text asks for."""
+"""LaMPE: Self-Extend whose number of far positions depends on the length of the text."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ class LaMPE(Scheme):
     """Keep true positions within the window and, once more, between the first and the last tokens of a text; in
     between, map a text of l tokens to M(l) positions.
 
-    phi(n) = floor(M n / (l - 1)) counts the middle, and the query is shifted so that it goes on where the window ends.
-    From l - e tokens on distances grow by one again: the last e tokens see the first e at true resolution, where e is
-    the last token that shares its position with token `head_keys`. M follows the text, because a model needs few
-    positions for a short text and knows them best: M(l) = floor(c / (1 + exp(-(a l + b)))), fitted for each model:
-    `rope-patch sweep --schemes lampe` does it on your text. Below two windows nothing changes.
+    phi(n) = floor(M n / (l - 1)) counts the middle, and the query is shifted so that the count continues where the
+    window ends. From l - e tokens on, distances grow by one again: the last e tokens see the first e at true
+    resolution, where e is the last token that shares its position with token `head_keys`. M grows with the text,
+    because a model needs few positions for a short text and knows them best: M(l) = floor(c / (1 + exp(-(a l + b)))).
+    The curve is fitted for each model: `rope-patch sweep --schemes lampe` fits it on your text. Below two windows
+    nothing changes.
 
-    l is the length of each row in tokens, read so far: the cache keeps unrotated keys, which every token rotates
-    anew, and in a deep model decoding differs from recomputation, because earlier hidden states were made for a
-    shorter text. The released code keeps the prompt's l while it decodes: `length=` is that, for a whole request. Its
-    prefill counts the two distances at which parts meet twice, W and l - e, and its decoded queries all stay at the
+    l is the number of tokens of each row read so far. The cache keeps unrotated keys, and every new token rotates all
+    of them. In a deep model decoding differs from recomputation, because earlier hidden states were computed for a
+    shorter text. The released code keeps the prompt's l while it decodes: `length=` does the same, for a whole request.
+    Its prefill counts the two distances at which parts meet twice, W and l - e, and its decoded queries all stay at the
     prompt's last position of the middle, for at most W tokens; this function is the same at every step.
 
     Args:
-        mapping_length: M in positions, at least 1, the same for every text, or below `curve_from` tokens; without a
-            curve 3/8 of L (docs/sweep.md).
-        a: per token, above 0: how fast M grows. Llama-3-8B (L = 8,192): a = 1.0493e-4, b = -2.4666, c = 6204.41
-            from 8,192 tokens on, and 1,536 positions below.
-        b: from -100 to 100: M is half of c at -b/a tokens.
-        c: in positions, above 0: M never exceeds it.
-        curve_from: the shortest text in tokens for which the curve holds, where `mapping_length` is given as well.
+        mapping_length: M in positions, at least 1, for every text, or for texts below `curve_from` tokens; default
+            without a curve 3/8 of L (docs/sweep.md).
+        a: growth of M per token, above 0. Llama-3-8B (L = 8,192): a = 1.0493e-4, b = -2.4666, c = 6204.41 from 8,192
+            tokens on, and 1,536 positions below.
+        b: offset of the curve, from -100 to 100: M is half of c at -b/a tokens.
+        c: upper limit of M in positions, above 0.
+        curve_from: the shortest text in tokens that uses the curve, if `mapping_length` is given as well.
         window: W in tokens, at least 1; default L/4, but at most the authors' 512.
         head_keys: tokens at the start that are seen at true resolution, up to the next change of phi; at most W.
             Default 25/64 of W, which is the authors' 200.

@@ -31,7 +31,7 @@ class Learned(Scheme):
             checkpoint has, or L without a table.
         extend: keep the checkpoint's n rows and append random ones up to `extend` rows in total; `extend=1024` lets you
             fine-tune a checkpoint of 512 positions on texts of 1024 tokens.
-        seed: of the random rows.
+        seed: seed of the random rows.
         initial_std: standard deviation of the initial rows in a model without a table; default 0. Models trained from
             scratch start with 0.02, as BERT and GPT-2 did.
 

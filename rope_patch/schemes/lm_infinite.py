@@ -16,7 +16,7 @@ class LMInfinite(Scheme):
     """Attend to a local window and the first few tokens, which serve as attention sinks, and cap distances.
 
     Args:
-        local_window: w in tokens, at least 1; with any `target`, L, the paper's limit of distances.
+        local_window: w in tokens, at least 1; with any `target`, L, the paper's limit on distances.
         n_global: number of tokens at the start that stay visible, at least 0.
     """
 

@@ -31,14 +31,14 @@ class LogN(Scheme):
     Args:
         training_length: L in tokens, at least 2; default from the checkpoint. Positions below L are unchanged.
         clip: use max(1, ln(m+1) / ln L), the form without training; False for ln(m+1) / ln L, the form to train with.
-        form: `"clip"` is the form above. The others are temperatures of models: `"llama4"` grows in steps at
-            m = n0 - 1, 2 n0 - 1, ...; `"mistral"` (Ministral 3, Mistral 4) at n0, 2 n0, ...; and `"inkling"` grows
+        form: `"clip"` is the form above. The others are the temperatures of released models: `"llama4"` grows in steps
+            at m = n0 - 1, 2 n0 - 1, ...; `"mistral"` (Ministral 3, Mistral 4) at n0, 2 n0, ...; and `"inkling"` grows
             smoothly from n0. Llama 4 applies it only to its layers without rotation.
-        power: p of the form above, above 0: (ln(m+1) / ln L)^p. The inverse temperature that keeps attention from
-            collapsing and from the mean of all values grows as ln n (p = 1; Chen et al. 2025, arXiv 2510.05554); 0.5
-            and 2 sharpen less and more.
-        scale: a of those models, above 0; default 0.1, their value.
-        floor: n0 of those models in tokens, at least 1; default the checkpoint's L. Llama 4 uses 8192.
+        power: p of the form above, above 0: (ln(m+1) / ln L)^p. Attention neither collapses nor becomes the mean of all
+            values if its inverse temperature grows as ln n (p = 1; Chen et al. 2025, arXiv 2510.05554). 0.5 sharpens
+            less, and 2 more.
+        scale: a of the models' forms, above 0; default 0.1, their value.
+        floor: n0 of the models' forms in tokens, at least 1; default the checkpoint's L. Llama 4 uses 8192.
 
     The models' formulas are those of Transformers 5.23.
     """

@@ -28,10 +28,11 @@ class LongRoPE(Scheme):
         attention_factor: multiplies cos and sin; default sqrt(1 + ln k / ln L).
         original_max_position_embeddings: L in tokens; default from the checkpoint.
         length: a length in tokens that selects the list for a whole request; default: the length of each text.
-        mixed: each document of a packed row selects its own list, so that one training run teaches both (LongRoPE2,
-            arXiv 2502.20082, section 3.3); otherwise the longest document of a row selects that of the row. A forward
-            with a cache has one text in a row.
-        learned: each layer trains the factors, starting from the given ones; with `length`, only those of one list.
+        mixed: each document of a packed row selects its own list, so that one training run teaches both lists
+            (LongRoPE2, arXiv 2502.20082, section 3.3). If False, the longest document of a row selects the list of the
+            whole row. A forward with a cache has one text in a row.
+        learned: each layer trains the factors, starting from the given ones; with `length`, only the factors of one
+            list.
     """
 
     name = "longrope"

@@ -20,9 +20,9 @@ class MrRoPE(Scheme):
     """Keep pairs that turn often within L, slow those that never complete a turn by k, and spread k over the others.
 
     Each pair is a digit of the position, and slowing all later pairs by the same number raises its radix. YaRN raises
-    the radix of the first digits of its ramp most. The form `pro` raises that of the last ones most, `uni` all alike
-    (equations 13 to 16 and 26). If no pair turns more than `beta_fast` times, the fastest one is kept; if every pair
-    completes its turns, the slowest one is slowed by k. The paper does not define these two cases.
+    the radix of the first digits of its ramp most. The form `pro` raises the radix of the last digits most, and `uni`
+    raises all alike (equations 13 to 16 and 26). If no pair turns more than `beta_fast` times, the fastest one is kept;
+    if every pair completes its turns, the slowest one is slowed by k. The paper does not define these two cases.
 
     Args:
         factor: k, at least 1; with a `target` of l tokens, l / L, the paper's S.

@@ -18,27 +18,27 @@ from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, RotarySpec, Weig
 
 @dataclass(frozen=True)
 class MsPoE(Scheme):
-    """Squeeze the positions of each query head by a factor of its own, so that some heads see the middle of a text
-    closer than others do.
+    """Squeeze the positions of each query head by its own factor, so that some heads see the middle of a text closer
+    than others do.
 
     The heads that are most aware of positions keep the smallest factors. `rope_patch.rank_heads` measures the order of
-    the heads of each layer on a text of yours, and leaves the first two layers as they are, as the authors do. They
-    rank anew for every prompt; here an order is data of the scheme, so that the rows of a batch, a cache and a saved
-    folder mean the same.
+    the heads of each layer on your text, and leaves the first two layers unchanged, as the authors do. The authors rank
+    the heads again for every prompt. Here the order is a field of the scheme, so that the rows of a batch, a cache and
+    a saved folder all use the same order.
 
-    Heads that share a key turn it by factors of their own: each call repeats keys and values for every query head, and
-    rotates all that are cached. A decoded token therefore costs more than under a scheme without factors by head.
+    Heads that share a key rotate it by different factors: each call repeats keys and values for every query head, and
+    rotates all cached keys. A decoded token therefore costs more than under a scheme without factors by head.
 
     The authors' code (`utils/modify_arch/llama.py`) differs in three more ways. It divides by H instead of H - 1, so
     that its largest factor is one step below `max_factor`. It indexes the factors by the sorted order of the heads, and
-    not by their ranks: head h gets the factor of the rank order[h], which is that of another head. And it rotates a
-    shared key by the factor of the first of its heads, so that the scores of the others depend on where two tokens
-    stand, and not on their distance alone.
+    not by their ranks: head h gets the factor of the rank order[h], which belongs to another head. And it rotates a
+    shared key by the factor of the first of its heads, so that the scores of the others depend on the two positions,
+    and not on their distance alone.
 
     Args:
-        min_factor, max_factor: k of the head most aware of positions, and of the least aware one; the others lie
-            between them in equal steps.
-        order: the heads from the most aware one on; default as they are numbered.
+        min_factor, max_factor: k of the head that is most aware of positions, and of the head that is least aware; the
+            other heads get factors in equal steps between them.
+        order: the heads, from the most aware to the least aware; default the order of their numbers.
     """
 
     name = "ms_poe"

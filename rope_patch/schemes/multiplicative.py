@@ -22,10 +22,11 @@ class Multiplicative(Scheme):
     word's meaning, and gives a zero vector no position. The rows start at one, so nothing changes before training.
     Positions past the last row are an error.
 
-    The post proposes the product as an alternative to the sum, without a start or an experiment; the start is ours.
+    The post proposes the product as an alternative to the sum, without initial values or an experiment; the initial
+    values are our choice.
 
     Args:
-        num_positions: rows of the table; default L; with a `target` that many, but at least L.
+        num_positions: rows of the table; default L; with a `target`, as many as its tokens, but at least L.
     """
 
     name = "multiplicative"

@@ -24,7 +24,7 @@ class NTKMixed(Scheme):
 
     Args:
         factor: k, at least 1; with a `target` of l tokens, l / L, as in the post.
-        exponent: of the index, above 0; 0.625 in the post, 0.75 in the released code.
+        exponent: exponent of the index, above 0; 0.625 in the post, 0.75 in the released code.
     """
 
     name = "ntk_mixed"

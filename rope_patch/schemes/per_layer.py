@@ -28,7 +28,7 @@ class PerLayer(Combined):
     Args:
         schemes: maps a selector to a scheme, a scheme's name, a list of these to compose, or None to leave the layers
             unchanged. A selector is a slice (`"3::4"`), indices and ranges (`"0-2,5"`, both ends included), a layer
-            type of the config (`"full_attention"`; without types in the config, that or `"sliding_attention"`) or
+            type of the config (`"full_attention"`; a config without types has this one and `"sliding_attention"`) or
             `"rest"`.
 
     The text form is `layers:[3::4=nope+logn;rest=rerope:window=512]`, with `none` for None.
@@ -186,12 +186,12 @@ def _listed(indices: Iterable[int]) -> str:
 def hwfa(every: int = 4, window: int | None = None) -> PerLayer:
     """Give layers windows with RoPE, and every k-th layer full attention under log-n without rotation (HWFA).
 
-    Positions come from the windows; the full layers use no positions, so they have no distance to extrapolate. For
-    models trained this way. Source: kexue.fm/archives/9603 (the last layer full) and 9731 (every k-th).
+    Positions come from the windows; the full layers use no positions, so they have no distance to extrapolate. Use it
+    on models trained this way. Source: kexue.fm/archives/9603 (the last layer full) and 9731 (every k-th).
 
     Args:
         every: k, at least 2.
-        window: in tokens; default the training length.
+        window: window of the other layers in tokens; default the training length.
     """
     return _every(every, [get_scheme("nope"), get_scheme("logn", clip=False)], get_scheme("window", window=window))
 
@@ -202,7 +202,7 @@ def rnope_swa(every: int = 4, window: int = 4096) -> PerLayer:
 
     Args:
         every: k, at least 2; 4 in the paper.
-        window: in tokens; 4096 in the paper.
+        window: window of the other layers in tokens; 4096 in the paper.
     """
     return _every(every, [get_scheme("nope")], get_scheme("window", window=window))
 
@@ -211,7 +211,7 @@ def full_layers(**fields: Any) -> PerLayer:
     """Apply YaRN to layers with full attention only; layers with a sliding window or without rotation stay unchanged.
 
     Args:
-        **fields: of `yarn`, such as `factor` or `target`.
+        **fields: fields of `yarn`, such as `factor` or `target`.
     """
     return PerLayer({"full_attention": get_scheme("yarn", **fields), REST: None})
 

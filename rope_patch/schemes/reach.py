@@ -12,8 +12,8 @@ from rope_patch.schemes.target import takes_target
 
 
 def shortened(scheme: Scheme, checkpoint: Checkpoint) -> str:
-    """The warning for a scheme whose frequencies reach less far than the checkpoint's own scaling does today, without a
-    full stop; empty if it reaches as far, keeps that scaling, or if the checkpoint has none.
+    """The warning, without a full stop, that a scheme's frequencies reach less far than the checkpoint's own scaling
+    does today. It is empty if the scheme reaches as far or keeps that scaling, or if the checkpoint has none.
     """
     owner, today = scheme.frequency_owner, checkpoint.max_length
     if owner is None or today <= checkpoint.training_length or checkpoint.under(owner).training_length == today:

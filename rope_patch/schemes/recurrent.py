@@ -31,7 +31,7 @@ class Recurrent(Scheme):
     its graph.
 
     Args:
-        width: of h; default the hidden size.
+        width: width of h; default the hidden size.
         initial_std: upper bound for the initial standard deviation of W_o h_m; default 0.001. With zeros no gradient
             would reach the GRU.
     """
@@ -106,7 +106,7 @@ def _read_texts(x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, gru:
         x: `(batch, length, hidden)`.
         starts: where a text begins, `(batch, length)`; a row that does not begin with one continues from its state.
         state: `(batch, width)`.
-        gru: weights and biases, in PyTorch's order.
+        gru: weights and biases of the GRU, in PyTorch's order.
 
     Returns:
         `(batch, length, width)`.

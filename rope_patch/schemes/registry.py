@@ -49,15 +49,15 @@ _FIELDS_MEANT = {
 """Names of fields in papers and other programs."""
 
 _CONSTANTS = {"true": "True", "false": "False", "null": "None", "none": "None"}
-"""Spellings of YAML and JSON."""
+"""Spellings of true, false and null in YAML and JSON."""
 
 _CALL = re.compile(r"\s*([\w-]+)\s*\((.*)\)\s*", re.DOTALL)
 
 _APART = re.compile(r"\s*([\w-]+)[\s,;]+(\w+\s*=.*)", re.DOTALL)
-"""A name and its fields without the colon: rerope, window=512."""
+"""A name and its fields without the colon, such as `rerope, window=512`."""
 
 _COUNTED = re.compile(r"(.*?[A-Za-z])[\s_x*-]*(\d+(?:\.\d+)?)x?", re.IGNORECASE)
-"""A name with a number: yarn4, yarn 4x."""
+"""A name with a number, such as `yarn4` or `yarn 4x`."""
 
 _LONGEST_NAME = 64  # characters; the form above takes the square of their number
 
@@ -74,7 +74,7 @@ def register_scheme(cls: type[Scheme]) -> type[Scheme]:
         cls: the class, whose `name` is in snake_case.
 
     Raises:
-        InvalidField: when another class has the name already.
+        InvalidField: another class has the name already.
     """
     registered = _REGISTRY.get(cls.name, cls)
     if (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -92,10 +92,10 @@ def scheme_class(name: str) -> type[Scheme]:
     """The class behind a name.
 
     Args:
-        name: as registered, or as `find_name` understands it.
+        name: a registered name, or a spelling that `find_name` understands.
 
     Raises:
-        UnknownScheme: with the five nearest names.
+        UnknownScheme: no scheme has this name; the message lists the five nearest names.
     """
     return _REGISTRY[find_name(name if isinstance(name, str) else repr(name))]
 
@@ -113,11 +113,11 @@ def find_name(typed: str, forms: Iterable[str] = ()) -> str:
     """Resolve a typed name to the registered one, or to one of the `forms`.
 
     Args:
-        typed: the name in any case, with or without hyphens and underscores; that of the class; or the name in
+        typed: the name in any case, with or without hyphens and underscores; the name of the class; or the name in
             Transformers (its `rope_type`), in vLLM or in a paper (its `aliases`).
 
     Raises:
-        UnknownScheme: with the five nearest names, or what to write instead.
+        UnknownScheme: no scheme has this name; the message lists the five nearest names, or says what to write instead.
     """
     names = [*_REGISTRY, *forms]
     if typed in names:
@@ -143,18 +143,18 @@ def get_scheme(name: str, **fields: Any) -> Scheme:
     """Build a scheme from its name and fields, or from a string that spells both.
 
     Args:
-        name: a registered name, or `name:field=value,...` and several of them joined by `+`. Case, hyphens and
-            underscores do not matter, and the names of Transformers and of papers lead to ours.
-        **fields: the fields, with exactly one plain name. `target`, a length in tokens, is allowed with any: it
-            fills the open fields of all schemes that it means something to, see `Scheme.fields_for`. `"auto"` fills
-            those that follow from the checkpoint alone.
+        name: a registered name, `name:field=value,...`, or several of these joined by `+`. Case, hyphens and
+            underscores do not matter. Names in Transformers and in papers are understood too.
+        **fields: the fields, with exactly one plain name. `target`, a length in tokens, is allowed with any name: it
+            fills the open fields of all schemes that have a rule for it, see `Scheme.fields_for`. `"auto"` fills the
+            fields that follow from the checkpoint alone.
 
     Returns:
         the scheme; with a `target` it waits for a checkpoint, which `patch` or `Scheme.reach` gives it.
 
     Raises:
-        UnknownScheme: no such name.
-        InvalidField: an unknown, missing or wrong field.
+        UnknownScheme: there is no such name.
+        InvalidField: a field is unknown, missing or wrong.
 
     Example:
         >>> get_scheme("yarn", factor=8) == get_scheme("yarn:factor=8")
@@ -182,7 +182,7 @@ def scheme_from_dict(data: dict[str, Any]) -> Scheme:
         data: `{"name": ..., **fields}`.
 
     Raises:
-        UnknownScheme, InvalidField: when the dict does not describe a scheme.
+        UnknownScheme, InvalidField: the dict does not describe a scheme.
     """
     try:
         return _from_dict(data)
@@ -207,10 +207,10 @@ def as_scheme(schemes: Iterable[str | Scheme], fields: dict[str, Any]) -> Scheme
 
     Args:
         schemes: names, spelled-out strings, or schemes.
-        fields: of the only name; `target` is allowed with several.
+        fields: fields of the only name; `target` is allowed with several names.
 
     Raises:
-        InvalidField: nothing was given, or fields without exactly one name.
+        InvalidField: there is no argument, or there are fields without exactly one name.
     """
     schemes = list(schemes)
     if len(schemes) > 1 and isinstance(schemes[0], str) and isinstance(schemes[1], (int, float)):
@@ -283,7 +283,7 @@ def _beside(name: str, parts: list[tuple[str, dict[str, Any]]], fields: dict[str
 
 
 def with_fields(scheme: str, fields: dict[str, Any]) -> str:
-    """Spell fields inside a typed scheme; `NAME` stands for the one of several that they belong to."""
+    """Spell fields inside a typed scheme; of several schemes, `NAME` stands for the one that they belong to."""
     return f"NAME:{_inside(fields)}" if "+" in scheme else f"{scheme}{',' if ':' in scheme else ':'}{_inside(fields)}"
 
 
@@ -468,7 +468,7 @@ def _build(name: Any, fields: dict[str, Any]) -> Scheme:
 
 
 def _scheme_for(field: str) -> type[Scheme] | None:
-    """The one scheme whose only required field this is; None if there is none, or more than one."""
+    """The scheme whose only required field is the given one; None if no scheme or more than one has it."""
     found = [cls for cls in _REGISTRY.values() if _required(cls) == [field]]
     return found[0] if len(found) == 1 else None
 

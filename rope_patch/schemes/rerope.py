@@ -52,7 +52,7 @@ class LeakyReRoPE(Scheme):
     Args:
         window: w in tokens, at least 1; with a `target`, L/2.
         factor: k, at least 1, large enough to keep the longest distance within the training length. With a `target` of
-            l tokens, (l - w) / (L - w), the minimum for that; a sweep tries twice as much first.
+            l tokens, (l - w) / (L - w), the smallest such k; a sweep tries twice as much first.
     """
 
     name = "leaky_rerope"

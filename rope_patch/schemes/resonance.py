@@ -15,12 +15,12 @@ class Resonance(Scheme):
     """Round each wavelength, so that a pair completes a turn in a whole number of tokens.
 
     A pair with a fractional wavelength meets a new angle at every position, however long the text. With a whole
-    wavelength of at most L tokens it repeats the same few angles, so a longer text brings none that is new. The paper
+    wavelength of at most L tokens it repeats the same few angles, so a longer text brings no new angle. The paper
     fine-tunes with it: the fastest pair of RoPE turns in 6 tokens instead of 6.28, and so is soon out of phase.
 
     It rounds the frequencies of the scheme listed with it (the paper's "Resonance YaRN" is `yarn+resonance`), or of the
     checkpoint if it is listed alone. A frequency of 0 stays 0, and no wavelength becomes shorter than 1 token. A
-    learned frequency is rounded when used, and gets the gradient of the rounded one.
+    learned frequency is rounded when it is used, and receives the gradient of the rounded frequency.
     """
 
     name = "resonance"

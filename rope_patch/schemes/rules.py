@@ -1,7 +1,7 @@
 """Rules for the values of a scheme's fields. A rule is a part of the annotation: `window: Annotated[int, AtLeast(1)]`.
 
-It is read there by the check of every new scheme, by `describe` and `rope-patch list`, by the pages of the
-documentation, and by the tests. A field without a rule is not checked, unless it is a `bool` or a `Literal`.
+The check of every new scheme, `describe`, `rope-patch list`, the pages of the documentation and the tests read the
+rules there. A field without a rule is not checked, unless it is a `bool` or a `Literal`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from rope_patch.errors import InvalidField, did_you_mean
 
 LARGEST = 1e18
-"""A number is 0 or of a size from 1 / LARGEST to LARGEST: float32 and torch's integers hold it, and what is computed
-from it."""
+"""A number is 0, or its absolute value lies between 1 / LARGEST and LARGEST: float32 and torch's integers hold such
+numbers and the results computed from them.
+"""
 
 _WORDS = {int: "an integer", float: "a number"}
 
@@ -33,7 +34,7 @@ class Rule:
         """Put the rule in words, such as `an integer of at least 1`; with the values of other fields of a `scheme`.
 
         Args:
-            noun: an integer, or a number.
+            noun: `an integer` or `a number`.
         """
         raise NotImplementedError
 
@@ -47,7 +48,7 @@ class Rule:
 
 
 def _meant(value: Any, noun: str) -> str:
-    """The number to write for one of another type, such as `128.0` for an integer, `"4"` or `"4x"`."""
+    """The number to write instead of a value of another type, such as `128.0` for an integer, `"4"` or `"4x"`."""
     if isinstance(value, str) and (number := re.fullmatch(r"(\d+(?:\.\d+)?)x?", value)) and noun:
         return f"; write {number[1]}"
     return f"; write {value:.0f}" if isinstance(value, float) and value.is_integer() and noun == _WORDS[int] else ""
@@ -205,10 +206,10 @@ class FieldRule:
     """The type of a field, and all rules that its value must obey.
 
     Attributes:
-        name: of the field.
+        name: name of the field.
         kind: int, float, bool, str or tuple.
         optional: whether None is allowed too.
-        rules: one at least; all of them must hold.
+        rules: one or more; all of them must hold.
     """
 
     name: str
@@ -305,10 +306,10 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """The Python number in a scalar of numpy or torch; anything else as it is."""
+    """Convert a numpy or torch scalar to a Python number; return any other value unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def is_computable(value: Any) -> bool:
-    """Whether float32 and the integers of torch hold a number, with room for what is computed from it."""
+    """Whether float32 and torch's integers hold a number, with room for the results computed from it."""
     return not isinstance(value, (int, float)) or value == 0 or 1 / LARGEST <= abs(value) <= LARGEST

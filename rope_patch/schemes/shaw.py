@@ -25,8 +25,8 @@ class ShawRelative(Scheme):
     Args:
         max_distance: k in tokens, 16 by default, as in the paper's base model.
         values: whether values get vectors too. In the paper's ablation keys alone work as well.
-        shared_heads: one table for all heads, as in the paper, or one for each.
-        per_layer: one table for each layer, as in the paper, or one for all.
+        shared_heads: share one table among all heads, as in the paper; False gives each head its own.
+        per_layer: give each layer its own table, as in the paper; False shares one among all layers.
     """
 
     name = "shaw"

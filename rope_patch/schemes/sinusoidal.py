@@ -26,12 +26,13 @@ class Sinusoidal(Scheme):
 
     Args:
         base: b, which sets the longest wavelength; 10000 by default.
-        num_positions: rows that replace a model's own table, by default 32 times as many as it has; with a `target`
-            that many, but at least L.
+        num_positions: rows that replace a model's own table, by default 32 times as many as it has; with a `target` of
+            l tokens l, but at least L.
         layout: `"interleaved"`, alternating sine and cosine, as in the paper; or `"split"`, all sines before all
             cosines, as in Marian's and Transformers' code.
-        amplitude: multiplies the sinusoids. The paper uses 1 and multiplies its word vectors by sqrt(d). Those of a
-            pretrained model have no such factor and are often so small (0.02) that sinusoids of amplitude 1 drown them.
+        amplitude: multiplies the sinusoids. The paper uses 1 and multiplies its word vectors by sqrt(d). The word
+            vectors of a pretrained model have no such factor and are often so small (0.02) that sinusoids of amplitude
+            1 drown them.
         grid_width: number of patches per image row, if the tokens are image patches in row order: the first half of
             the dimensions encodes the row, the second the column. Default: the tokens are text.
     """

@@ -20,17 +20,17 @@ class Checkpoint:
     """Properties of a checkpoint from which a scheme takes its defaults.
 
     Attributes:
-        training_length: L in tokens: the length from which a scheme counts, see `under`. As read from a config it is
-            the original length, before the checkpoint's own scaling (8,192 for Llama 3.1).
+        training_length: L in tokens, the length from which a scheme counts, see `under`. Read from a config, L is the
+            original length, before the checkpoint's own scaling (8,192 for Llama 3.1).
         num_heads: number of query heads.
         max_length: the length in tokens that the checkpoint reads today, under its own scaling (131,072 for
             Llama 3.1); the same as `training_length` without one.
         bidirectional: whether tokens see later keys.
-        buckets: number of its relative buckets, and the distance from which all share the last one; None without
-            bucketed biases.
-        has_table: whether it adds learned position rows to its input.
-        pairs: d/2, the number of pairs of dimensions that rotate; None if they do not, or layers differ.
-        native: the `Scheme` of its own frequencies; None if it is unknown here, or if nothing rotates.
+        buckets: number of its relative buckets, and the distance from which all distances share the last bucket; None
+            without bucketed biases.
+        has_table: whether the checkpoint adds learned position rows to its input.
+        pairs: d/2, the number of pairs of dimensions that rotate; None if none rotate, or if layers differ.
+        native: the `Scheme` of its own frequencies; None if the library does not know it, or if nothing rotates.
     """
 
     training_length: int
@@ -45,16 +45,16 @@ class Checkpoint:
     def under(self, scheme: Any) -> Checkpoint:  # schemes are built on this module, so their type is not known here
         """The checkpoint with the L that `scheme` builds on.
 
-        A scheme that keeps the checkpoint's own frequencies counts from what they read today, so its L is
-        `max_length`. Frequencies that stand in their place undo the checkpoint's own scaling, so their L is the
-        original length. Layers may differ under a scheme by layer, which asks for each of its parts.
+        A scheme that keeps the checkpoint's own frequencies counts from the length that they read today, so its L is
+        `max_length`. Frequencies that replace them undo the checkpoint's own scaling, so their L is the original
+        length. Under a scheme by layer L may differ between layers, so such a scheme calls this for each of its parts.
         """
         owner = scheme.frequency_owner
         keeps = owner is None or self._in_full(owner) == self._in_full(self.native)
         return dataclasses.replace(self, training_length=self.max_length) if keeps and not scheme.by_layer else self
 
     def _in_full(self, frequencies: Any) -> dict[str, Any]:
-        """The fields of a frequency scheme, with this checkpoint's values for the fields that it leaves open."""
+        """The fields of a frequency scheme, with this checkpoint's values for the open ones."""
         if frequencies is None:
             return {}
         fields = frequencies.resolve(self).to_dict()
@@ -64,7 +64,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """A target length for a scheme, with the data from which its open fields follow.
+    """A target length for a scheme, with the data that determine the scheme's open fields.
 
     Attributes:
         scheme: name of the scheme, for errors.
@@ -85,10 +85,10 @@ class Target:
 
     @property
     def window(self) -> int:
-        """The window w in tokens: the given one, or L/2.
+        """The window w in tokens: the given window, or L/2.
 
         Raises:
-            InvalidField: the given one is not below L, which leaves no trained distance beyond the window.
+            InvalidField: the given window is not below L, which leaves no trained distance beyond the window.
         """
         window = self.given.get("window") or max(1, self.training_length // 2)
         if window >= self.training_length:
@@ -105,26 +105,27 @@ class Target:
 
 @classmethod  # type: ignore[misc]
 def factor_for(cls: type, target: Target) -> dict[str, Any]:
-    """Use as `Scheme.fields_for` of a scheme whose `factor` is the target over the training length."""
+    """The `Scheme.fields_for` of a scheme whose `factor` is the target over the training length."""
     return {"factor": target.factor()}
 
 
 @classmethod  # type: ignore[misc]
 def rows_for(cls: type, target: Target) -> dict[str, Any]:
-    """Use as `Scheme.fields_for` of a scheme with a row for each of `num_positions`: the target, but at least L."""
+    """The `Scheme.fields_for` of a scheme with a row for each of `num_positions`: the target, but at least L."""
     return {"num_positions": max(target.tokens, target.training_length)}
 
 
 @classmethod  # type: ignore[misc]
 def nothing_for(cls: type, target: Target) -> dict[str, Any]:
-    """Use as `Scheme.fields_for` of a scheme that reaches every length as it is."""
+    """The `Scheme.fields_for` of a scheme that reaches every length unchanged."""
     return {}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes for a scheme's learned parameters. `num_heads` counts query heads, `head_dim` is that of queries and keys,
-    `training_length` is L in tokens, and `rotary_dim` is the rotated part d of a head; None if all of it rotates.
+    """Sizes for a scheme's learned parameters. `num_heads` counts query heads, `head_dim` is the dimension of queries
+    and keys, `training_length` is L in tokens, and `rotary_dim` is the rotated part d of a head; None if all of it
+    rotates.
     """
 
     num_heads: int
@@ -179,8 +180,8 @@ class Tokens:
         states: x, `(batch, length, hidden)`.
         positions: integer, `(batch or 1, length)`.
         ids: `(batch, length)`; None if the model received vectors instead of tokens.
-        block: index of the layer that they enter; 0 at the input.
-        remaining: number of layers still to pass, that one included.
+        block: index of the layer that the states enter; 0 at the input.
+        remaining: number of layers still to pass, this one included.
         seen: false on pads, `(batch or 1, length)`, for a scheme that is `stateful`; None without known pads.
     """
 
@@ -200,9 +201,9 @@ Bounds = tuple[float, float, int, float]
 class Region:
     """The pairs (m, n) with start <= floor(m/chunk) - floor(n/chunk) < stop, and the positions that rotate them.
 
-    A map may move every rotated pair of dimensions by a rule of its own (`PerPair`, or any callable with an attribute
-    `pairs`): its positions have d/2 as an additional last axis. The two maps of a region, and the regions of a scheme,
-    may differ in this.
+    A map may give every rotated pair of dimensions its own positions (`PerPair`, or any callable with an attribute
+    `pairs`); these have d/2 as an additional last axis. One map of a region may have this axis and the other not;
+    regions of a scheme may differ in the same way.
 
     Attributes:
         query_map, key_map: phi_q and phi_k of this region.
@@ -225,7 +226,7 @@ class Region:
 
     @property
     def bounds(self) -> Bounds:
-        """The numbers that say which pairs belong to the region, without the positions that rotate them."""
+        """The numbers that define which pairs belong to the region, without the positions that rotate them."""
         return self.start, self.stop, self.chunk, self.keys_below
 
     def contains(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
@@ -235,8 +236,8 @@ class Region:
         return (distance >= self.start) & (distance < self.stop) & (n < self.keys_below)
 
     def slots(self, slot: int, position: int) -> slice:
-        """The slots of the keys that the query at this `slot` and `position` sees here, if distance is a difference of
-        slots.
+        """The slots of the keys that the query at this `slot` and `position` sees in this region, if distance is a
+        difference of slots.
         """
         behind = slot - position  # slot of a key minus its position
         here = position // self.chunk
@@ -251,12 +252,12 @@ class Region:
 
     @property
     def pairs(self) -> int | None:
-        """The length d/2 of the pair axis, if positions of queries or keys have one here; None if neither have."""
+        """The length d/2 of the pair axis, if the positions of queries or keys have one in this region; else None."""
         return pairs_of(self.query_map) or pairs_of(self.key_map)
 
     def rotated_positions(self, m: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The positions phi_q(m) and phi_k(n), in the shapes of `m` and `n`, any; both with an additional last axis of
-        length d/2, or 1, if the region has `pairs`.
+        """The positions phi_q(m) and phi_k(n), in the shapes of `m` and `n`; both have an additional last axis of
+        length d/2 or 1 if the region has `pairs`.
         """
         query, key = self.query_map(m), self.key_map(n)
         if self.pairs is None:
@@ -268,8 +269,8 @@ class Region:
         return query, key
 
     def rotated_distance(self, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-        """The distance phi_q(m) - phi_k(n) in the broadcast shape of `m` and `n`, any; with d/2 as an additional last
-        axis if the region has `pairs`.
+        """The distance phi_q(m) - phi_k(n) in the broadcast shape of `m` and `n`, with d/2 as an additional last axis
+        if the region has `pairs`.
         """
         query, key = self.rotated_positions(m, n)
         return query - key
@@ -282,7 +283,7 @@ class Region:
 
 def near_and_far(window: float, later: PositionMap, earlier: PositionMap) -> tuple[Region, Region, Region]:
     """Three regions: true positions for pairs closer than `window` tokens, and one region for each direction beyond.
-    There the token that comes later is rotated to the position `later`, and the other to `earlier`, so both directions
+    Beyond the window the later token is rotated to the position `later`, and the other to `earlier`, so both directions
     agree.
     """
     return (

@@ -20,8 +20,8 @@ class STRING(Scheme):
     """Keep true distances below S; from S on, restart distances at W.
 
     A text of L tokens has L - 1 pairs at distance 1 and one at distance L - 1, so a model learns long distances least,
-    even those within its training length. Here the farthest S - W of them are never used. It works within the trained
-    length, on models that are already long; beyond 2 L - W tokens no S keeps all distances below L.
+    even those within its training length. Here the farthest S - W of them are never used. The scheme works within the
+    trained length, on models that are already long; beyond 2 L - W tokens no S keeps all distances below L.
 
     Args:
         shift: S in tokens, at least 1; default a third of the checkpoint's maximum length. The authors suggest a

@@ -24,14 +24,14 @@ class T5Bias(Scheme):
     last one. So T5 meets no unknown distance in texts longer than its training length.
 
     Args:
-        num_buckets: default as many as the checkpoint has.
-        max_distance: distance in tokens from which all share the last bucket; default the checkpoint's. A larger one
-            extends the logarithmic buckets and leaves single distances unchanged.
+        num_buckets: number of buckets; default as many as the checkpoint has.
+        max_distance: distance in tokens from which all distances share the last bucket; default the checkpoint's. A
+            larger value extends the logarithmic buckets and leaves single distances unchanged.
         bidirectional: use half of the buckets for keys after the query; default True if the model sees them.
         interpolation: k, at least 1. Buckets are those of (n - m) / k, truncated to an integer, so that distances k
             times as long fall into trained buckets. With a `target` of l tokens, l / L: position interpolation for
             buckets.
-        per_layer: a table for each layer, as in umT5, or one for all, as in T5.
+        per_layer: give each layer its own table, as in umT5; False shares one among all layers, as in T5.
 
     A checkpoint with such tables keeps them. In other checkpoints the tables start at zero.
     """

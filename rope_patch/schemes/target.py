@@ -26,12 +26,12 @@ _VAST = Checkpoint(LONGEST, num_heads=1, max_length=LONGEST)
 class Reaching(Combined):
     """A scheme whose open fields follow from a target length and a checkpoint.
 
-    It declares the properties of the scheme that it becomes, and computes nothing before it is resolved.
+    It declares the properties of the scheme that it becomes. It computes nothing until it is resolved.
 
     Args:
-        placeholder: that scheme, as it would be on a checkpoint trained at every length.
-        target: the length in tokens, or in multiples of what the checkpoint reads today, such as `"4x"`; `"auto"` if no
-            field depends on it.
+        placeholder: the scheme that it becomes, with the values for a checkpoint trained at every length.
+        target: the length in tokens, or in multiples of the length that the checkpoint reads today, such as `"4x"`;
+            `"auto"` if no field depends on it.
         given: names of the fields that the user set.
     """
 
@@ -94,7 +94,7 @@ def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
 
 
 def _in_tokens(target: Any) -> str:
-    """The line to write for a target in thousands, which count 1,000 or 1,024 tokens."""
+    """The line to write for a target in thousands (`8k`), which may mean 1,000 or 1,024 tokens each."""
     thousands = re.fullmatch(r"(\d{1,6})k", target, re.IGNORECASE) if isinstance(target, str) else None
     return f"; if k is 1024, write target={int(thousands[1]) * 1024}" if thousands else ""
 
@@ -135,7 +135,7 @@ def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
 
 
 def resolved(scheme: Scheme, checkpoint: Checkpoint) -> Scheme:
-    """Fill in a scheme's defaults, counted from the length that it builds on, see `Checkpoint.under`.
+    """Fill in a scheme's defaults, relative to the length that it builds on, see `Checkpoint.under`.
 
     Raises:
         InvalidField: a field does not fit this checkpoint.

@@ -22,16 +22,16 @@ class TransformerXL(Scheme):
     distance, and one of each in which learned vectors u and v replace the query. The sinusoid of a distance needs no
     table and has no limit; keys after the query have negative distances.
 
-    The sinusoid of m - n is a rotation of that of n, so the projected query is rotated by m once and multiplied by the
-    sinusoids of the keys. This is exact at any positions, whereas the released code's shift of rows needs positions
+    The sinusoid of m - n is the sinusoid of n, rotated. So the projected query is rotated by m once and multiplied by
+    the sinusoids of the keys. This is exact at any positions, whereas the released code's shift of rows needs positions
     without gaps. It costs hidden_size / head_dim times the product of queries and keys.
 
     Args:
         untied: give each layer its own u and v, as in XLNet and with `untie_r` of the released code; by default all
             layers share them, as in Transformer-XL. The projection of distances is always per layer.
         clamp_len: clip distances to this many tokens, at least 1, on either side, as in XLNet; default None.
-        initial_std: of the initial projection, above 0; default 0.001, which changes a pretrained model little. The
-            released code draws it, u and v from normal(0, 0.02); u and v start at zero here.
+        initial_std: standard deviation of the initial projection, above 0; default 0.001, which changes a pretrained
+            model little. The released code draws it, u and v from normal(0, 0.02); u and v start at zero here.
     """
 
     name = "xl"

@@ -27,7 +27,8 @@ class URPE(Scheme):
 
     Args:
         max_distance: in tokens; all distances beyond it share a factor on either side. By default every distance within
-            the training length has its own. With buckets: the distance from which all share the last one, default 128.
+            the training length has its own factor. With buckets, all distances from this one on share the last bucket,
+            default 128.
         num_buckets: use T5's buckets, both directions together, instead of single distances. The paper's equation has
             single distances; the released code supports both and defaults to 64 buckets.
         per_layer: separate factors for each layer; by default all layers share them, as in the released code.

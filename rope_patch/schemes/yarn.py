@@ -162,7 +162,7 @@ class DynamicYaRN(YaRN):
     Args:
         factor: minimum of k, at least 1, 1 by default.
         length: a fixed length in tokens to scale for, which keeps one k for a whole request; default: the length of
-            each text. The other fields are those of YaRN.
+            each text. The other fields mean the same as in `YaRN`.
     """
 
     name = "dynamic_yarn"

@@ -1,4 +1,4 @@
-"""Answers as an OpenAI client expects them: whole, or as a stream of server-sent events."""
+"""Answers in the form that OpenAI clients expect: whole, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAILED: dict[str, Any] = {
 
 @dataclass
 class Answer:
-    """An answer to a request: its number, the ids of its prompt, and its pieces as they come."""
+    """An answer to a request: its number, the ids of its prompt, and the stream of its pieces."""
 
     index: int
     prompt: Sequence[int]
@@ -63,7 +63,7 @@ class Format:
         self.head = {"id": f"answer-{uuid.uuid4()}", "created": int(time.time()), "model": model}
 
     def choice(self, index: int, piece: Piece, *, streamed: bool, offset: int) -> dict[str, Any]:
-        """Build one choice: an answer, or the next part of one, which begins at a character `offset` of its text."""
+        """Build one choice: an answer, or its next part, which begins at a character `offset` of the text."""
         raise NotImplementedError
 
     async def all_of(self, answers: Sequence[Answer]) -> bytes:
@@ -87,8 +87,8 @@ class Format:
         return json_of({**self.head, "object": self.whole, "choices": choices, "usage": usage})
 
     async def stream(self, answers: Sequence[Answer], usage: bool) -> AsyncIterator[str]:
-        """Stream the answers as server-sent events; with `usage`, the last event but one has it. A failure is the last
-        event.
+        """Stream the answers as server-sent events. With `usage`, the last event but one reports it. A failure is the
+        last event.
         """
         parts: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
@@ -196,15 +196,13 @@ class Chats(Format):
 
 
 def usage_of(answers: Sequence[Answer], tokens: int) -> dict[str, int]:
-    """Count the tokens read and written; a prompt with n answers counts once."""
+    """Count the tokens of prompts and answers; a prompt with n answers counts once."""
     prompt = sum({id(answer.prompt): len(answer.prompt) for answer in answers}.values())
     return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
 def json_of(body: Any) -> bytes:
-    """Write an object as JSON. All of it is ASCII, so that no text of a tokenizer or of a template can fail to be
-    sent.
-    """
+    """Write an object as JSON. The JSON is pure ASCII, so that every text of a tokenizer or a template can be sent."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 

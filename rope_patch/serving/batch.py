@@ -1,9 +1,9 @@
-"""Requests with settings of their own in one continuous batch of Transformers: `rope-patch serve` answers from it.
+"""Requests with individual settings in one continuous batch of Transformers, for `rope-patch serve`.
 
-Models whose layers hold more than keys and values take turns instead (`serving.one_by_one`).
+If a model's layers hold more than keys and values, its requests take turns instead (`serving.one_by_one`).
 
-A batch of Transformers ends when a step of it fails, with every request that it holds. Here it starts again. Each
-answer that was in it goes on alone for one token: the one that fails again is given up, the others join the batch.
+A batch of Transformers ends when a step fails, with every request in it. Here the batch starts again. Each answer that
+was in it continues alone for one token: an answer that fails again is given up, and the others join the batch.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ PAGE = 256
 """Tokens in a page, the unit in which the cache is allocated."""
 
 WATCH = 0.5
-"""Seconds after which a batch that ended silently is noticed."""
+"""Seconds between two checks whether a batch has ended silently."""
 
 ENDING = 60
 """Seconds that the last step of a batch may take."""
 
 
 class Interrupted(Exception):
-    """Raised to the answers in a batch when a step fails that they may have shared; the batch has started again."""
+    """Raised to all answers that may have shared a failed step; the batch has then started again."""
 
 
 class BatchEnded(RuntimeError):
-    """Raised when the batch answers nobody, because it did not start again after a failure."""
+    """Raised when the batch answers no request, because it did not start again after a failure."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The next part of an answer: its text, the tokens that were read for it, and the reason if it is the last."""
+    """The next part of an answer: its text, its tokens, and the finish reason if it is the last part."""
 
     text: str
     tokens: Sequence[Token]
@@ -60,7 +60,8 @@ class Batch:
         settings: fields of `ContinuousBatchingConfig`; `num_blocks` and `max_batch_tokens` are among them.
 
     Attributes:
-        error: why the batch answers nobody, if so. It then tries to start again about every second.
+        error: the reason why the batch answers no request; None if it runs. A failed batch tries to start again about
+            every second.
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: dict[str, Any], default: Sampling) -> None:
@@ -86,7 +87,7 @@ class Batch:
         self._alone = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the batch, and watch over it from now on."""
+        """Start the batch, and keep it running from now on."""
         await self._restart()
         if self.error is not None:
             raise self.error
@@ -102,12 +103,12 @@ class Batch:
     async def answer(
         self, request: Hashable, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
     ) -> AsyncIterator[Piece]:
-        """Yield the pieces of one answer as they come; the answer leaves the batch when the iterator is closed.
+        """Yield the pieces of one answer when they are ready; the answer leaves the batch when the iterator is closed.
 
         Args:
-            request: the request that asks for it, perhaps among other answers; requests take turns.
-            prompt: ids.
-            new_tokens: the maximum length of the answer.
+            request: the request of the answer, which may have several answers; requests take turns.
+            prompt: ids of the prompt.
+            new_tokens: the maximum length of the answer in tokens.
             stop: strings before which the text ends.
 
         Raises:
@@ -131,7 +132,7 @@ class Batch:
     async def tokens(
         self, request: Hashable, prompt: Sequence[int], new_tokens: int, sampling: Sampling
     ) -> AsyncIterator[tuple[list[Token], bool]]:
-        """Yield the tokens of one answer as they come, with whether they are the last; see `answer`."""
+        """Yield the tokens of one answer when they are ready, each with a flag for the last ones; see `answer`."""
         name, said, last = f"answer-{uuid.uuid4()}", list[Token](), False
         pages = max(self._least, math.ceil((len(prompt) + new_tokens) / PAGE))
         try:
@@ -216,7 +217,7 @@ class Batch:
                 await self._restart()
 
     async def _restart(self) -> None:
-        """Start the batch, after the end of an earlier one, and try it with one token."""
+        """Start the batch after an earlier one has ended, and test it with one token."""
         self._running.clear()
         self._calm.clear()
         interrupted, self._inside = self._inside, {}
@@ -236,7 +237,7 @@ class Batch:
             outputs.put_nowait(Interrupted())
 
     def _replace(self) -> None:
-        """End the batch of Transformers, and start another."""
+        """End the batch of Transformers, and start a new one."""
         if self.manager is not None:
             self.manager.stop(block=True, timeout=ENDING, hard_stop=True)
             if self.manager.is_running():

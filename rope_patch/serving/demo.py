@@ -26,7 +26,7 @@ from rope_patch.serving.server import Endpoint, Server, json_response
 PAGE = Path(__file__).with_name("demo.html")
 
 SLACK = 8
-"""Tokens by which an example may miss its length, where its parts meet."""
+"""Number of tokens by which an example may miss its length, because tokens may merge where its parts meet."""
 
 PASSAGE = '''\
 def read_secret_word(path, encoding="utf-8"):
@@ -36,7 +36,7 @@ def read_secret_word(path, encoding="utf-8"):
 
 
 '''
-"""The far passage of the example for a checkpoint without a chat template, which begins to repeat it."""
+"""The far passage of the example without a chat template; the end of the example begins to repeat it."""
 
 
 class Demo:
@@ -46,7 +46,7 @@ class Demo:
         plain: the server of the model without a scheme.
         patched: the server of the model under the scheme.
         trained: L, the training length in tokens.
-        scheme: the scheme as a reader would type it.
+        scheme: the spelling of the scheme.
     """
 
     def __init__(self, plain: Server, patched: Server, trained: int, scheme: str) -> None:
@@ -78,7 +78,7 @@ class Demo:
         return FileResponse(PAGE, headers={"cache-control": "no-cache"})
 
     async def about(self, _: Request) -> Any:
-        """Send what the page says of the model; lengths are in tokens."""
+        """Send the facts about the model that the page shows; lengths are in tokens."""
         return json_response(
             {
                 "model": self.patched.names[0],
@@ -93,18 +93,20 @@ class Demo:
         )
 
     async def reply(self, _: Request, found: dict[str, Any]) -> Any:
-        """Send what a thread of the server found, as JSON."""
+        """Send the result of `work`, which runs in a thread of the server, as JSON."""
         return json_response(found)
 
     def ids(self, document: str, question: str) -> list[int]:
-        """Write a prompt as ids: one message of a chat, or, without a chat template, a text to continue."""
+        """Convert a prompt to ids: one message of a chat or, without a chat template, a text to continue."""
         text = "\n\n".join(filter(None, (document, question)))
         if self.chat:
             return self.patched.in_template([{"role": "user", "content": text}])
         return ids_to_continue(self.tokenizer, text)
 
     def prompts(self, body: bytes) -> dict[str, Any]:
-        """Read a document and a question: the ids of the prompt, and of the truncated one or why there is none."""
+        """Read a document and a question. Return the ids of the prompt, and the ids of the truncated prompt or the
+        reason why there is none.
+        """
         asked = requests.parse(requests.PromptRequest, limits.read_json(body))
         document, question = asked.document.strip("\r\n"), asked.question.strip()
         if not document.strip():
@@ -119,7 +121,7 @@ class Demo:
         return {"prompt": prompt, "truncated": truncated, "note": None if truncated else note}
 
     def truncated(self, document: str, question: str, room: int) -> list[int] | None:
-        """Put the question behind as many last tokens of the document as fit into `room`; None without any."""
+        """Put the question after as many last tokens of the document as fit into `room`; None if no token fits."""
         tokens = self.tokenizer(document, add_special_tokens=False).input_ids
         kept = min(len(tokens), room - len(self.ids("", question)) if question else room)
         while kept > 0:

@@ -1,9 +1,9 @@
-"""The choice of a factor for each request: a long one is served under a large factor, and a short one pays nothing for
-it.
+"""The choice of a factor for each request: long requests run under a large factor, and short requests do not suffer
+from it.
 
 Under `yarn:target=auto` and a list of factors, a request runs under the smallest factor that covers its prompt and its
-longest answer, from its first token to its last. Each factor has a model of its own, which shares the weights, and a
-batch of its own, which keeps its own blocks of prefixes.
+longest answer, from its first token to its last. Each factor has its own model, which shares the weights, and its own
+batch, which keeps its own blocks of prefixes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Reaches:
 
     Attributes:
         limit: the longest request in tokens.
-        by_factor: in ascending order; empty where all requests run under one scheme.
+        by_factor: the number of tokens by factor, in ascending order; empty if all requests run under one scheme.
     """
 
     limit: int
     by_factor: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, factor: Any) -> int:
-        """The longest request in tokens, under a factor if the request asks for one.
+        """The longest request in tokens, or the longest under a factor if the request names one.
 
         Raises:
             ValueError: there is no such factor.
@@ -54,7 +54,7 @@ class Reaches:
         return self.by_factor[int(factor)]
 
     def choose(self, tokens: int, factor: Any = None) -> int | None:
-        """The factor of a request: the one that it asks for, or the smallest that covers it; None without factors.
+        """The factor of a request: the factor that it names, or the smallest that covers it; None without factors.
 
         Raises:
             ValueError: there is no such factor, or it does not cover the request.
@@ -68,15 +68,15 @@ class Reaches:
 
 
 def schemes_by_factor(spec: str, factors: Sequence[int], checkpoints: Sequence[Checkpoint]) -> dict[int, Scheme]:
-    """The scheme of each factor, in ascending order; it reaches the factor times L.
+    """The scheme of each factor, in ascending order; each reaches the factor times L.
 
     Args:
-        checkpoints: of the parts of a model.
+        checkpoints: checkpoints of the parts of a model.
 
     Raises:
-        InvalidField: the scheme leaves no target open, or is the same under two factors; or a factor is no whole
-            number from 1, or is listed twice.
-        RopePatchError: the scheme does not reach one of the lengths, or is none.
+        InvalidField: the scheme leaves no target open, or is the same under two factors; or a factor is not a whole
+            number of at least 1, or is listed twice.
+        RopePatchError: the scheme does not reach one of the lengths, or is no scheme.
     """
     if spec.count(OPEN) != 1:
         raise InvalidField(f"{spec}: factors for requests need a scheme with {OPEN}, such as yarn:{OPEN}")
@@ -93,7 +93,7 @@ def schemes_by_factor(spec: str, factors: Sequence[int], checkpoints: Sequence[C
 
 
 def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any]:
-    """A model under the scheme of each factor. The models share the weights of `model`, which stays as it is; each has
+    """A model under the scheme of each factor. The models share the weights of `model`, which stays unchanged; each has
     its own buffers, and the additions of its patch.
 
     Raises:
@@ -111,13 +111,13 @@ def models_by_factor(schemes: Mapping[int, Scheme], model: Any) -> dict[int, Any
 
 
 def sharing_weights(model: Any) -> Any:
-    """Copy a model so that the copy shares its weights, and has buffers and patches of its own."""
+    """Copy a model so that the copy shares its weights, and has its own buffers and patches."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 @contextmanager
 def ignoring_idle(factor: int) -> Iterator[None]:
-    """Suppress warnings under a factor of 1, where most schemes change nothing, as they should."""
+    """Suppress warnings under a factor of 1, where most schemes rightly change nothing."""
     with warnings.catch_warnings():
         if factor == 1:
             warnings.simplefilter("ignore", RopePatchWarning)

@@ -1,8 +1,8 @@
 """ReRoPE for a whole batch by two calls of flash attention over a paged cache, merged by log-sum-exp.
 
-The cache holds unrotated keys, which suit the far region: there every query is at w and every key at 0. One call reads
-the cache directly, without the last w keys of each request. The causal mask of flash attention is aligned to the last
-query and the last key, so a query at m sees keys up to m - w. For the near region the last w - 1 keys before a
+The cache holds unrotated keys, as the far region needs them: there every query is at w and every key at 0. One call
+reads the cache directly, without the last w keys of each request. The causal mask of flash attention is aligned to the
+last query and the last key, so a query at m sees keys up to m - w. For the near region the last w - 1 keys before a
 request's queries are gathered and rotated: a decoded token rotates w keys, however long its text is.
 
 It was tested with a dense float64 stand-in for flash attention (tests/serving/test_flash.py), not on a GPU.
@@ -49,11 +49,11 @@ class Batch:
     """A batch of one forward, as index tensors that its layers share.
 
     Attributes:
-        position_ids: of the queries, `(1, tokens)`.
+        position_ids: positions of the queries, `(1, tokens)`.
         near: positions of the gathered keys, `(1, keys)`, request by request.
-        blocks, offsets: their places in the cache, `(keys,)`.
+        blocks, offsets: places of the gathered keys in the cache, `(keys,)`.
         near_start: start of each request's gathered keys, and their total number, `(requests + 1,)`.
-        longest: at most so many keys are gathered of a request.
+        longest: the largest number of gathered keys of a request.
     """
 
     position_ids: torch.Tensor
@@ -100,7 +100,7 @@ def attend(
     scaling: float,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Output of one layer, `(tokens, heads, head_dim)`.
+    """Compute the output of one layer, `(tokens, heads, head_dim)`.
 
     Shape:
         query `(tokens, heads, head_dim)`, kv_cache `(blocks, kv_heads, block_size, 2 head_dim)`.

@@ -1,7 +1,8 @@
-"""Responses, and chats with tools: handlers of Transformers write them, and the batches of `rope-patch serve` answer.
+"""Responses, and chats with tools: handlers of Transformers read requests and write responses, and the batches of
+`rope-patch serve` generate the tokens.
 
-A handler reads a body and writes an answer, both in time that grows with them. So it runs in a thread of the server,
-and the batch gives the tokens in between.
+A handler takes time that grows with the body and the answer. So it runs in a thread of the server, and the batch
+generates the tokens in between.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HANDLERS = {"chat": ChatCompletionHandler, "response": ResponseHandler}
 
 Tokens = AsyncIterator[tuple[list[Token], bool]]
 Admit = Callable[[list[int], int | None], tuple[Tokens, int]]
-"""A function from the ids of a prompt and the number of tokens asked for to the tokens of an answer and their limit."""
+"""A function from the ids of a prompt and the requested number of tokens to the tokens of an answer and their limit."""
 
 
 class Exchange:
@@ -51,12 +52,12 @@ class Exchange:
         self.stream: Any = None  # the handler's stream, if the request asks for one
 
     def begin(self) -> None:
-        """Read the request; call it in a thread."""
+        """Read the request; call this in a thread."""
         with suppress(PromptKnown):
             self.stream = self._run()
 
     def end(self, ids: list[int]) -> Any:
-        """Build the response to a request that is not streamed, from the ids of the answer; call it in a thread."""
+        """Build the response to a request without streaming, from the ids of the answer; call it in a thread."""
         self.generation.answer = ids
         return self._run()
 
@@ -86,11 +87,11 @@ class Exchange:
 
 
 class PromptKnown(Exception):
-    """Raised when a handler has read its request, and waits for the answer."""
+    """Raised when a handler has read its request and waits for the answer."""
 
 
 class Generation(CBGenerateManager):
-    """The generation of one answer, which a handler takes for a batch of Transformers."""
+    """The generation of one answer, in the form of a batch of Transformers, as a handler expects it."""
 
     background_thread_status = SimpleNamespace(fatal_error=None)
 
@@ -108,7 +109,7 @@ class Generation(CBGenerateManager):
         """No-op: the batches run already."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any) -> Any:
-        """Generate as Transformers does, after the prompt was admitted."""
+        """Generate as Transformers does, after the server has admitted the prompt."""
         self._meet(inputs, config)
         return super().generate_streaming(model, processor, inputs, config, *a, **k)
 

@@ -1,6 +1,7 @@
-"""Limits of one request: what the server reads, holds and computes for a client is bounded.
+"""Limits of one request, which bound the bytes that the server reads, the data that it holds and the work that it does
+for a client.
 
-All of it is checked before a prompt is tokenised. A refusal names the field, its size and the limit.
+Every limit is checked before a prompt is tokenised. A refusal names the field, its size and the limit.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from pydantic_core import from_json
 
 LARGEST_BODY = 8 * 2**20  # bytes
 BYTES_PER_TOKEN = 16
-"""Bytes of a body, or characters of a prompt, for each token that a request can have: four times what texts need."""
+"""Bytes of a body, or characters of a prompt, for each token that a request may have: four times the need of usual
+texts.
+"""
 
 BODY_SLACK = 2**16
 """Bytes of a body besides its prompts."""
 
 CONTAINERS = 2**16
-"""Lists, objects and their members, in a body. Python takes seconds for millions of them."""
+"""The most lists, objects and members of them in a body. Python takes seconds for millions of them."""
 
 ANSWERS = 128
 TOKENS = 2**18
-"""Tokens of all answers to a request, where each counts once more for each log-probability beside it."""
+"""The most tokens of all answers to a request. A token counts once more for each log-probability reported with it."""
 
 STOPS = 16
 STOP_LENGTH = 256
@@ -63,7 +66,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     """Read the JSON object of a request.
 
     Raises:
-        Refusal: it is none, or has too many values, too deep a nesting, or half of a surrogate pair.
+        Refusal: the text is no JSON object, or has too many values, too deep a nesting, or half of a surrogate pair.
     """
     if body.count(b"[") + body.count(b"{") + body.count(b":") > CONTAINERS:
         outside = _STRING.sub(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
@@ -85,14 +88,14 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def check_prompts(prompts: Sequence[str | list[int]], n: int, tokens: int) -> None:
-    """Check how many answers a request wants, and how long its prompts are.
+    """Check the number of requested answers and the length of the prompts.
 
     Args:
-        n: answers to each prompt.
-        tokens: the longest request.
+        n: number of answers to each prompt.
+        tokens: length of the longest request in tokens.
 
     Raises:
-        Refusal: it asks for too much.
+        Refusal: the request exceeds a limit.
     """
     if len(prompts) * n > ANSWERS:
         wanted = f"{len(prompts)} {'prompts' if len(prompts) > 1 else 'prompt'} and n={n}"
@@ -104,14 +107,14 @@ def check_prompts(prompts: Sequence[str | list[int]], n: int, tokens: int) -> No
 
 
 def check_answers(new_tokens: Sequence[int], alternatives: int | None) -> None:
-    """Check how much the answers to a request can hold.
+    """Check the size of the answers to a request.
 
     Args:
-        new_tokens: the most tokens of each answer.
-        alternatives: log-probabilities beside each token's own; None for none at all.
+        new_tokens: the maximum number of tokens of each answer.
+        alternatives: number of log-probabilities beside each token's own; None for no log-probabilities.
 
     Raises:
-        Refusal: it asks for too much.
+        Refusal: the request exceeds a limit.
     """
     each = 1 if alternatives is None else 2 + alternatives
     if (wanted := sum(new_tokens) * each) > TOKENS:
@@ -125,11 +128,11 @@ def check_ids(prompt: Sequence[int], known: int, name: str, tokenizer: Any) -> N
     """Check that the model has an embedding for each id of a prompt.
 
     Args:
-        known: how many it has. Tokens that were added to the tokenizer alone are beyond them.
-        name: of the prompt, for the message.
+        known: number of embeddings. Tokens that were added only to the tokenizer have none.
+        name: name of the prompt in the message.
 
     Raises:
-        Refusal: an id is beyond them.
+        Refusal: an id has no embedding.
     """
     for place, token in enumerate(prompt):
         if not 0 <= token < known:

@@ -1,4 +1,4 @@
-"""The port of a server: checked before a model is loaded, so nothing heavy is imported here."""
+"""The port of a server. It is checked before a model is loaded, so this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rope_patch.errors import EvaluationError, require
 
 
 def check_packages() -> None:
-    """Check that the packages of the server are there.
+    """Check that the packages of the server are installed.
 
     Raises:
-        MissingPackage: one is not; the message names what to install.
+        MissingPackage: a package is missing; the message names what to install.
     """
     for package in ("fastapi", "uvicorn", "openai"):
         require(package, "the server", extra="serve")
@@ -23,7 +23,8 @@ def check_port(host: str, port: int) -> None:
     """Check that a server can listen, before a model is loaded.
 
     Raises:
-        EvaluationError: the port is no port, is taken or reserved, or the host has no address here.
+        EvaluationError: the number is no port, the port is taken or reserved, or the host is no address of this
+            machine.
     """
     if not 0 <= port < 2**16:
         raise EvaluationError(f"--port {port}: 0 to 65535 are allowed")

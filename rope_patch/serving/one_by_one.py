@@ -1,8 +1,8 @@
-"""Requests in turn, each with a cache of its own, for models whose layers keep more than keys and values.
+"""Requests in turn, each with its own cache, for models whose layers keep more than keys and values.
 
 The continuous batching of Transformers pages the keys of full and of sliding attention, and refuses all other layers. A
-hybrid model (Qwen3-Next, Qwen3.5) also has layers with a state. Here each request keeps the cache that `generate`
-would give it, and every step of the batch gives one token, or reads one piece of a prompt, for each request.
+hybrid model (Qwen3-Next, Qwen3.5) also has layers with a state. Here each request keeps the cache that `generate` would
+create, and every step of the batch draws one token, or reads one piece of a prompt, for each request.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def needs_turns(config: Any) -> bool:
 
 
 class Waiting:
-    """A request of a step, as samplers of Transformers see it.
+    """A request in a step, in the form that samplers of Transformers read.
 
     Attributes:
-        state: of the request.
+        state: state of the request.
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -40,11 +40,11 @@ class Waiting:
 
 
 class OneByOne:
-    """A stand-in for Transformers' `ContinuousBatchingManager`, with the methods that `Batch` uses, under their names.
+    """A stand-in for Transformers' `ContinuousBatchingManager`, with the methods that `Batch` uses.
 
     Args:
         eos: ids that end an answer.
-        most: tokens of a prompt that one step reads.
+        most: maximum number of prompt tokens that one step reads.
     """
 
     def __init__(self, model: Any, sampler: Sampler, eos: int | list[int] | None, most: int) -> None:

@@ -1,8 +1,8 @@
 """Attention over a paged cache on a CPU: the new tokens of all requests at once.
 
-The cache holds keys as the farthest region wants them (`anchor_of`), so only keys of a near window are turned, a few of
-many. A kernel in C++ reads each block once, for all query heads that share its keys, under a running softmax. By how
-much it turns a query or a key follows from its position alone, so tables last from one forward to the next.
+The cache holds keys in the rotation of the farthest region (`anchor_of`), so only keys of a near window are rotated,
+which are few. A kernel in C++ reads each block once, for all query heads that share its keys, with a running softmax.
+The rotation of a query or a key depends on its position alone, so tables are kept from one forward to the next.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ BATCH = _struct(("requests", "blocks_each", "factor"), ("begins", "lengths", "bl
 
 
 def _filled(struct: Any, values: dict[str, Any]) -> tuple[ctypes.Structure, dict[str, Any]]:
-    """Fill a struct with these values; the second result keeps its contiguous tensors alive."""
+    """Fill a struct with values; the second result keeps its contiguous tensors alive."""
     held = {name: x.contiguous() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
     return struct(**{name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in held.items()}), held
 
@@ -116,13 +116,13 @@ class Batch:
     """The requests of a forward, for all layers.
 
     Args:
-        begins: places of their new tokens among those of the batch, `(requests + 1,)`.
-        lengths: of the requests with their new tokens, `(requests,)`.
-        blocks: of the cache, of each request, `(requests, longest in blocks)`.
+        begins: start of each request's new tokens among the tokens of the batch, `(requests + 1,)`.
+        lengths: lengths of the requests with their new tokens, `(requests,)`.
+        blocks: cache blocks of each request, `(requests, longest in blocks)`.
         factors: index of the factor of each request, `(requests,)`; None without factors.
 
     Attributes:
-        longest: by factor, the length of its longest request.
+        longest: the length of the longest request, by factor.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class Attention:
     """The attention of the layers of a group over their caches, which keep keys in the rotation of `anchor_of`.
 
     Args:
-        state: of one of the layers.
-        heads: their number of query heads.
+        state: state of one of the layers.
+        heads: number of query heads of a layer.
         sizes: kv_heads, block_size and head_dim of the caches; the last two are multiples of 16.
-        scaling: of the scores.
-        softcap: of the scores; 0 for none.
+        scaling: factor on the scores.
+        softcap: softcap of the scores; 0 for none.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Attention:
         sinks: torch.Tensor | None = None,
         factor: int = 0,
     ) -> None:
-        """Fill the output of one layer, `(tokens, heads, head_dim)`, at the tokens of requests under this factor.
+        """Fill the output of one layer, `(tokens, heads, head_dim)`, at the tokens of the requests under one factor.
 
         Shape:
             query `(tokens, heads, head_dim)`, in the rotation of `anchor_of`; cache `(blocks, kv_heads, 2, block_size,
@@ -229,7 +229,7 @@ class Attention:
 
 def written(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
     """Write new keys and values, `(tokens, kv_heads, head_dim)`, to slots `(tokens,)` of a cache as in `Attention`. A
-    slot below 0 belongs to a token that only fills up the batch: nothing is written.
+    slot below 0 belongs to a token that only pads the batch and is not written.
     """
     kv_heads, _, size, head_dim = cache.shape[1:]
     library, new, width = kernel(), len(slots), cache.element_size()

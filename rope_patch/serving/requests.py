@@ -39,14 +39,14 @@ class Known(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def few(cls, given: Any) -> Any:
-        """Refuse more fields than any object has, before each of them becomes an error."""
+        """Refuse an object with more fields than any known object, before each field becomes an error."""
         if isinstance(given, dict) and len(given) > FIELDS:
             raise ValueError(f"{len(given)} fields; at most {FIELDS} are allowed")
         return given
 
 
 class StreamOptions(Known):
-    """Options of a stream, besides its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
@@ -58,7 +58,7 @@ class Arguments(Known):
 
 
 class DrawnRequest(Known):
-    """The fields that all endpoints share: how tokens are drawn, and under which factor of the scheme."""
+    """The fields that all endpoints share: the sampling settings, and the factor of the scheme."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -69,10 +69,10 @@ class DrawnRequest(Known):
 
     @property
     def factor(self) -> float | None:
-        """The factor that the request asks for; None if it asks for none.
+        """The factor that the request names; None if it names none.
 
         Raises:
-            ValueError: it asks for two.
+            ValueError: the request names two factors.
         """
         other = None if self.vllm_xargs is None else self.vllm_xargs.rope_factor
         if other is not None and self.rope_factor not in (None, other):
@@ -81,7 +81,7 @@ class DrawnRequest(Known):
 
     @property
     def alternatives(self) -> int | None:
-        """The number of alternatives wanted for each token; None for no log-probabilities."""
+        """The requested number of alternatives for each token; None for no log-probabilities."""
         return None
 
 
@@ -120,7 +120,7 @@ class TextPart(Known):
 
 
 class Message(BaseModel):
-    """One message of a chat, with whatever its template reads besides the text."""
+    """One message of a chat, with all other fields that its template reads."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -147,7 +147,7 @@ class ChatRequest(GenerationRequest):
 
 
 class PromptRequest(DrawnRequest):
-    """A question of the page of `rope-patch demo-chat`: a document, and what is asked of it at its end."""
+    """A request of the page of `rope-patch demo-chat`: a document, and a question at its end."""
 
     document: str
     question: str = ""
@@ -158,7 +158,7 @@ Body = TypeVar("Body", bound=DrawnRequest)
 
 
 def ignored(body: dict[str, Any], unread: Iterable[str]) -> str | None:
-    """The reason to refuse a request that sets a field which nobody reads; None if it sets none."""
+    """The reason to refuse a request that sets a field which the server ignores; None if it sets none."""
     for name in sorted(body.keys() & set(unread) - HARMLESS):
         if body[name] is not None and body[name] is not False and body[name] not in NEUTRAL.get(name, ()):
             return f"{name}={shown(body[name])} is not served; leave it out"

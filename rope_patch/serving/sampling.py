@@ -1,7 +1,7 @@
 """The sampling of tokens for each request in a shared batch of Transformers.
 
-A batch of Transformers has one setting for sampling. Here the last of its logits processors draws the token of each
-request, from that request's temperature, top_p and seed, and leaves the batch nothing but to take the maximum.
+A batch of Transformers has the same sampling settings for all requests. Here its last logits processor draws the token
+of each request by the request's own temperature, top_p and seed, so that the batch only takes the maximum.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sampling:
         temperature: 0 takes the likeliest token.
         top_p: the share of the probability from which tokens are drawn, the likeliest first.
         seed: the same seed gives the same answer, whatever else is in the batch.
-        top_logprobs: how many alternatives are reported for each token, beside its own log-probability; None for no
-            log-probabilities.
+        top_logprobs: number of alternatives that are reported for each token, beside its own log-probability; None for
+            no log-probabilities.
     """
 
     temperature: float = 0.0
@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer, with log-probabilities (before temperature and top_p) if they were asked for."""
+    """A token of an answer, with log-probabilities (before temperature and top_p) if the request wants them."""
 
     id: int
     logprob: float | None = None
@@ -58,8 +58,8 @@ class Token:
 
 
 class Sampler(ContinuousBatchingLogitsProcessor):
-    """A logits processor that draws the next token of each request by its own `sampling`; the prompt of an answer that
-    began again ends with `said` tokens of the answer.
+    """A logits processor that draws the next token of each request by its own `sampling`; if an answer has started
+    again, its prompt ends with `said` tokens of the answer.
     """
 
     supported_kwargs: ClassVar[dict[str, type]] = {"sampling": Sampling, "said": int}
@@ -70,11 +70,11 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         self._states: list[Any] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """Fill the tensor, `(requests,)`, with zeros: no setting is passed by it."""
+        """Fill the tensor, `(requests,)`, with zeros, because it carries no setting."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """Remember the requests of the coming step, in the order of their logits; return zeros, `(requests,)`."""
+        """Remember the requests of the next step, in the order of their logits; return zeros, `(requests,)`."""
         self._states = [request.state for request in requests_with_new_token]
         return torch.zeros(len(self._states), dtype=torch.int32)
 

@@ -1,7 +1,7 @@
 """The OpenAI endpoint of `rope-patch serve`: HTTP in front of the batches.
 
-One event loop serves all clients. So it does nothing that grows with a body or an answer: threads read bodies, render
-templates, tokenise and write whole answers. Small bodies do not wait for large ones, which are read one at a time.
+One event loop serves all clients, so it does no work that grows with a body or an answer: threads read bodies, render
+templates, tokenise and write whole answers. Small bodies do not wait for large bodies, which are read one at a time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rope_patch.serving.limits import Refusal
 from rope_patch.serving.sampling import Sampling
 
 OPEN_REQUESTS = 256
-"""The most requests that the server works on at a time, including those that wait for a place in a batch."""
+"""The most requests that the server works on at a time, including requests that wait for a place in a batch."""
 
 OPEN_BYTES = 4 * limits.LARGEST_BODY
-"""The most bytes of bodies that are still being read, of all clients together."""
+"""The most bytes, over all clients, of bodies that are still being read."""
 
 READING = 60
 """Seconds that a client may take to send a body."""
@@ -53,12 +53,12 @@ T = TypeVar("T")
 
 
 class Server:
-    """An OpenAI endpoint around one model that is loaded and patched.
+    """An OpenAI endpoint for one model that is loaded and patched.
 
     Args:
-        checkpoint: its folder, GGUF file or Hub ID; requests name the last part of it, or all of it.
-        batches: by the factors of `reaches`; under None where it has none.
-        max_tokens: of an answer, where a request does not set it.
+        checkpoint: the model's folder, GGUF file or Hub ID; requests name its last part, or all of it.
+        batches: the batches by factor of `reaches`; under None without factors.
+        max_tokens: maximum number of tokens of an answer, if a request does not set it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Server:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def routes(self) -> list[Route]:
-        """List what the server answers, by path."""
+        """List the routes of the server, by path."""
         return [
             Route("/v1/completions", Endpoint(self, self.completions, self.reply, limits.ANSWERS), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self, self.chats, self.reply), methods=["POST"]),
@@ -112,7 +112,7 @@ class Server:
         ]
 
     def check_key(self, request: Request) -> None:
-        """Refuse a request without the key."""
+        """Refuse a request without the API key."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
         if self.api_key is not None and not hmac.compare_digest(given, os.fsencode(self.api_key)):
             raise Refusal("the API key is missing or wrong", 401)
@@ -133,17 +133,17 @@ class Server:
             self.open_requests -= 1
 
     async def health(self, _: Any) -> Any:
-        """Answer 200 as long as the batches run, else 503."""
+        """Answer 200 while the batches run, else 503."""
         alive = self.error is None
         return json_response({"status": "ok" if alive else "unhealthy"}, 200 if alive else 503)
 
     async def models(self, _: Request, __: None) -> Any:
-        """List the one model."""
+        """List the only model."""
         model = {"id": self.names[0], "object": "model", "created": 0, "owned_by": "rope_patch"}
         return json_response({"object": "list", "data": [model]})
 
     def completions(self, body: bytes) -> Asked:
-        """Read a request for the endings of one or several prompts."""
+        """Read a request for completions of one or several prompts."""
         asked = self.parse(requests.CompletionRequest, limits.read_json(body))
         limits.check_prompts(asked.prompt, asked.n or 1, self.reaches.limit)
         return Asked(asked, self.answers(asked, asked.prompt, asked.max_tokens), Completions)
@@ -167,7 +167,7 @@ class Server:
         """Run `work` on the body of a request, in a thread, and return its result.
 
         Args:
-            prompts: how many a body may have.
+            prompts: maximum number of prompts in a body.
         """
         received = bytearray()
         try:
@@ -201,20 +201,20 @@ class Server:
         return asked
 
     def check_template(self) -> None:
-        """Refuse conversations if no template says how to write them."""
+        """Refuse conversations if there is no chat template."""
         if self.tokenizer.chat_template is None:
             advice = "ask for /v1/completions, or save a tokenizer with a chat_template"
             raise Refusal(f"{self.names[0]} has no chat template: {advice}")
 
     def in_template(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Write a conversation as ids, up to where its next message begins."""
+        """Convert a conversation to ids, up to the beginning of its next message."""
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except WRONG as wrong:
             raise Refusal(f"messages: {type(wrong).__name__}: {wrong!s:.400}") from wrong
 
     def answers(self, asked: Any, prompts: Sequence[str | list[int]], new_tokens: int | None) -> list[Answer]:
-        """Prepare the answers that a request wants, before they begin: n to each prompt."""
+        """Prepare the answers to a request before they begin: n answers to each prompt."""
         n, admitted = asked.n or 1, []
         for place, given in enumerate(prompts):
             prompt = ids_to_continue(self.tokenizer, given) if isinstance(given, str) else given
@@ -230,7 +230,7 @@ class Server:
         return answers
 
     def sampling(self, asked: Any, answer: int = 0) -> Sampling:
-        """The sampling settings of the answer with this number."""
+        """The sampling settings of one answer, by its number."""
         settings = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.alternatives}
         settings = {name: value for name, value in settings.items() if value is not None}
         seed = secrets.randbits(63) if asked.seed is None else (asked.seed + answer) % 2**63
@@ -239,9 +239,10 @@ class Server:
     def admit(
         self, asked: Any, prompt: list[int], new_tokens: int | None, name: str = "the prompt"
     ) -> tuple[Batch, int]:
-        """Choose the batch that a request joins, and the most tokens of its answer.
+        """Choose the batch that a request joins, and the maximum length of its answer.
 
-        Refuses what no cache holds, ids that the model does not know, and a factor that does not cover the request.
+        It refuses requests that do not fit into the cache, ids that the model does not know, and a factor that does not
+        cover the request.
         """
         if not prompt:
             raise Refusal(f"{name} is empty")
@@ -303,7 +304,7 @@ class Server:
 
 @dataclass
 class Asked:
-    """A request that was read: its answers before they begin, and the format of the reply."""
+    """A parsed request: its answers before they begin, and the format of the reply."""
 
     request: requests.GenerationRequest
     answers: list[Answer]
@@ -314,8 +315,9 @@ class Endpoint:
     """A route, as an ASGI application that answers every error in OpenAI's form.
 
     Args:
-        read: makes of a body what `reply` answers, in a thread; None for a request without a body.
-        prompts: how many a body may have.
+        read: a function from a body to the argument of `reply`, which runs in a thread; None for a request without a
+            body.
+        prompts: maximum number of prompts in a body.
     """
 
     def __init__(self, server: Server, read: Any, reply: Callable[[Request, Any], Any], prompts: int = 1) -> None:
@@ -345,7 +347,7 @@ class Endpoint:
 
 
 GONE = Response(status_code=499)
-"""The response to a client that has hung up; nobody reads it."""
+"""The response to a client that has hung up; it is never read."""
 
 
 async def unless_hung_up(request: Request, work: Any) -> Any:

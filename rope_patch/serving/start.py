@@ -1,4 +1,4 @@
-"""Load what `rope-patch serve` and `rope-patch demo-chat` serve, and set its batches up."""
+"""Load the model for `rope-patch serve` and `rope-patch demo-chat`, and set up its batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_served(checkpoint: str, dtype: str, device: str) -> tuple[Any, Any]:
     """Load the model of a checkpoint, patched again if it was saved under a scheme, and its tokenizer.
 
     Raises:
-        NoCheckpoint: there is none, or it cannot be loaded.
+        NoCheckpoint: there is no checkpoint, or it cannot be loaded.
         EvaluationError: Transformers has no continuous batching for such a model, or the model has an encoder.
     """
     with quiet_transformers():
@@ -37,10 +37,10 @@ def check_paged(handle: PatchHandle | None) -> None:
     """Refuse a scheme that sums over earlier tokens.
 
     Raises:
-        EvaluationError: the scheme is one.
+        EvaluationError: the scheme sums over earlier tokens.
     """
     if handle and (handle.scheme.stateful or "running_bias" in handle.scheme.methods):
-        reason = "a paged cache cannot keep what it sums up over earlier tokens"
+        reason = "a paged cache cannot keep its sums over earlier tokens"
         raise EvaluationError(f"{handle.scheme} is not served: {reason}")
 
 
@@ -48,11 +48,11 @@ def check_memory(model: Any, tokens: int) -> None:
     """Refuse a cache that cannot fit, which Transformers would refuse in a traceback.
 
     Args:
-        tokens: that the cache holds. Layers of one kind may share their pages with those of another, so only the
-            rarer kind is counted, which is never too much.
+        tokens: number of tokens that the cache holds. Layers of two kinds may share pages, so only the rarer kind is
+            counted, which never overestimates.
 
     Raises:
-        EvaluationError: keys and values of so many tokens take more than the free memory.
+        EvaluationError: keys and values of so many tokens need more than the free memory.
     """
     config = model.config.get_text_config()
     if needs_turns(config):
@@ -72,9 +72,9 @@ def batch_settings(longest: int, requests: int, step: int) -> dict[str, Any]:
     """Settings of a `Batch` under a scheme.
 
     Args:
-        longest: tokens of the longest request with its answer.
+        longest: number of tokens of the longest request with its answer.
         requests: number of such requests that the cache holds.
-        step: tokens in one step, of all requests together.
+        step: number of tokens in one step, over all requests.
     """
     return {
         "num_blocks": requests * math.ceil(longest / PAGE),

@@ -1,4 +1,4 @@
-"""The text of an answer, decoded as its tokens come, up to a stop string."""
+"""The text of an answer, decoded token by token, up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Text:
-    """The text of an answer, as far as it is certain while tokens come, up to a stop string."""
+    """The text of an answer up to a stop string, as far as it is certain while tokens arrive."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
@@ -16,7 +16,7 @@ class Text:
         self.stopped = False
 
     def add(self, ids: Sequence[int], *, last: bool) -> str:
-        """Return the part of the text of `ids`, all tokens so far, that is new."""
+        """Return the new part of the text of `ids`, which are all tokens so far."""
         # decoded with the tokens before, since many tokenizers write a space between tokens and not at the start
         before = self._decode(ids[self._settled : self._read])
         both = self._decode(ids[self._settled :])

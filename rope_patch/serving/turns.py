@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 class Turns:
     """The places in a batch, which answers take and give back.
 
-    A request never holds more places than it leaves free. So one request takes half of the places at most, two take a
-    third each, and a newcomer begins at once. Among waiting requests, the one that holds the fewest places comes first,
-    and the earliest of several.
+    A request never holds more places than it leaves free. So one request takes at most half of the places, two requests
+    take a third each, and a new request begins at once. Among waiting requests, the request that holds the fewest
+    places comes first; of equal ones, the earliest.
     """
 
     def __init__(self, places: int) -> None:
@@ -23,7 +23,7 @@ class Turns:
 
     @asynccontextmanager
     async def taken(self, request: Hashable, places: int) -> AsyncIterator[None]:
-        """Wait for this many places, for one answer to a request, and hold them inside the block."""
+        """Wait for a number of places, for one answer to a request, and hold them inside the block."""
         turn = (places, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(request, deque()).append(turn)
         self._give()
@@ -39,7 +39,7 @@ class Turns:
             self._give()
 
     def _give(self) -> None:
-        """Give free places to waiting answers, as long as the next one may have them."""
+        """Give free places to waiting answers, as long as the next answer may take them."""
         while self._waiting:
             request = min(self._waiting, key=self._held.__getitem__)
             places, ready = self._waiting[request][0]

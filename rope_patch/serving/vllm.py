@@ -1,12 +1,12 @@
 """A vLLM plugin: stock vLLM serves a folder that was saved under a scheme, under that scheme.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). If a model's config records a
-scheme, `serving.vllm_served` says what computes it. Static frequencies and scales of queries are tables, which vLLM's
-rotary modules read instead of their own; its attention stays as it is. For other schemes the rotary modules leave
-rotation to the plugin's attention, or rotate as the farthest region wants it, and the attention scores each request
-with the same `late_attention` as in Transformers: one request is one call, with its own positions. On a CPU, a kernel
-in C++ scores most schemes (`serving.paged_attention`); on a GPU, two calls of flash attention score ReRoPE for the
-whole batch (`serving.flash`). vLLM itself serves a checkpoint without a record, or with a scheme that
+scheme, `serving.vllm_served` decides what computes it. Static frequencies and scales of queries are tables, which
+vLLM's rotary modules read instead of their own tables; vLLM's attention stays unchanged. For other schemes the rotary
+modules leave rotation to the plugin's attention, or rotate for the farthest region, and the attention scores each
+request with the same `late_attention` as in Transformers: one request is one call, with its own positions. On a CPU, a
+kernel in C++ scores most schemes (`serving.paged_attention`); on a GPU, two calls of flash attention score ReRoPE for
+the whole batch (`serving.flash`). vLLM itself serves a checkpoint without a record, or with a scheme that
 `rope_parameters` express.
 
 All of this was tested on a CPU, except the two calls and `FlashImpl`, which need a GPU.
@@ -62,7 +62,9 @@ R = TypeVar("R")
 
 
 def register() -> None:
-    """Register these backends and rotary modules, which vLLM prefers to its own; vLLM may call this more than once."""
+    """Register the backends and rotary modules of this plugin, which vLLM prefers to its own; vLLM may call this more
+    than once.
+    """
     watch(current_platform)
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Backend.__name__}")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{FlashBackend.__name__}")
@@ -76,7 +78,8 @@ class Rotary(nn.Module):
     """A rotary module of vLLM that reads the scheme's tables, or does not rotate if the attention layers will.
 
     Attributes:
-        served: what the folder needs; None if vLLM's own tables suffice, or if it rotates the patches of images.
+        served: the computation that the folder needs; None if vLLM's own tables suffice, or if the module rotates the
+            patches of images.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -138,7 +141,7 @@ def _check_backend(scheme: str) -> bool:
     """Check that the attention layers have a backend of this plugin, once for a compiled graph.
 
     Raises:
-        UnsupportedModel: they have not.
+        UnsupportedModel: a layer has another backend.
     """
     layers = get_forward_context().no_compile_layers.values()
     if any(getattr(getattr(layer, "impl", None), "served", None) for layer in layers):
@@ -153,8 +156,8 @@ class Scored:
     """A mixin for the attention layers of vLLM's backends, which scores them under a scheme.
 
     Attributes:
-        served: what the attention layers score; None if vLLM's own attention suffices.
-        states: of this layer by factor, from its first forward on.
+        served: the computation that the attention layers take over; None if vLLM's own attention suffices.
+        states: states of this layer by factor, from its first forward on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -248,7 +251,7 @@ class Impl(Scored, CPUAttentionBackendImpl):
     """Attention on a CPU: the new tokens of all requests at once.
 
     Attributes:
-        has_kernel: whether there is one for this scheme; without it requests are scored one by one.
+        has_kernel: whether there is a kernel for this scheme; without it requests are scored one by one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -269,7 +272,7 @@ class Impl(Scored, CPUAttentionBackendImpl):
         return paged_attention.Batch(metadata.query_start_loc, metadata.seq_lens, metadata.block_table, factors)
 
     def _attention(self, state: LayerState, cache: torch.Tensor) -> paged_attention.Attention:
-        """The `Attention` of a layer; layers that are computed alike share one."""
+        """The `Attention` of a layer; layers with the same computation share one."""
         softcap, sizes = self.logits_soft_cap or 0.0, (cache.shape[1], *cache.shape[3:])
         key = (state.forwards, state.tables, self.num_heads, sizes, self.scale, softcap)
         known = cast(Served, self.served).attention
@@ -297,7 +300,7 @@ def _halves(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 class FlashImpl(Scored, FlashAttentionImpl):
-    """Attention on a GPU: by flash for two regions where it applies, else request by request."""
+    """Attention on a GPU: by two calls of flash attention if they apply, else request by request."""
 
     def _score(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
         state = self.states[0]
@@ -316,7 +319,7 @@ class Built:
     """A mixin for the builders of vLLM's metadata, which run before each step."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Build the metadata of a step for vLLM, from the metadata that the backends have in common.
+        """Build the metadata of a step for vLLM, from the metadata that all backends share.
 
         Raises:
             UnsupportedModel: no rotary module of vLLM would compute the scheme.
@@ -330,8 +333,8 @@ class Built:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Refuse CUDA graphs of this attention if it scores, because it reads values of the metadata. Around it, vLLM
-        still captures graphs.
+        """Refuse CUDA graphs of this attention if it scores, because it reads values of the metadata. vLLM still
+        captures graphs of the code around it.
         """
         served = served_of(vllm_config)
         if served is not None and served.scores:
@@ -383,7 +386,7 @@ _CAUSAL = _Causal()
 
 
 def once(metadata: Any, state: LayerState | None, compute: Callable[[], R]) -> R:
-    """Compute once in a forward: for all layers without a `state`, else for the layers of its group under one
+    """Compute once in a forward: without a `state` for all layers, else for the layers of the state's group under one
     scheme.
     """
     shared, key = vars(metadata).setdefault("rope_patch", {}), state and state.forwards

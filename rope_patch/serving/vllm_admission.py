@@ -1,10 +1,10 @@
-"""A factor for each request in vLLM: chosen when the request is admitted, and kept to its last token.
+"""A factor for each request in vLLM, chosen when the request is admitted and kept until its last token.
 
-vLLM asks its platform about each engine's config and each request, and `watch` lets it ask this module, too. The engine
-of a folder with factors gets a logits processor, which changes no logits: vLLM shows it each request's parameters at
-admission, and again in the worker, where it tells the rotary modules which factor each place of the batch has. The
-factor follows from the request alone, so both find the same. It is part of the request's `cache_salt`: blocks of
-prefixes are shared under equal factors alone.
+vLLM asks its platform about each engine's config and each request, and `watch` lets the platform ask this module, too.
+The engine of a folder with factors gets a logits processor, which changes no logits: vLLM shows it each request's
+parameters at admission, and again in the worker, where it tells the rotary modules which factor each place of the batch
+has. The factor depends only on the request, so both places find the same factor. It is part of the request's
+`cache_salt`: blocks of prefixes are shared only under equal factors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from rope_patch.serving.vllm_served import hold, reaches_of, recorded_schemes, s
 _SALT = "rope_factor="
 _NAME = re.compile(r"Factors_([\d_]+)_of_([\d_]+)_within_(\d+)")
 _seen = threading.local()
-"""The parameters that vLLM validated last in this thread, for which engine: it validates their request next."""
+"""The parameters that vLLM validated last in this thread, with their engine; vLLM validates the request of these
+parameters next.
+"""
 
 
 def watch(platform: Any) -> None:
-    """Let a platform of vLLM ask this module about configs and requests, after itself; once is enough."""
+    """Let a platform of vLLM ask this module about configs and requests after its own checks; once is enough."""
     if not isinstance(vars(platform).get("validate_request"), functools.partial):
         platform.check_and_update_config = functools.partial(_prepare, platform.check_and_update_config)
         platform.validate_request = functools.partial(_admit, platform.validate_request)
@@ -43,8 +45,8 @@ def _prepare(check: Callable[[VllmConfig], None], config: VllmConfig) -> None:
     """Set up the engine of a folder that records a scheme.
 
     Raises:
-        UnsupportedModel: it has factors, and the engine has another model runner, drafts tokens, or hands keys to other
-            engines; or a bias, and heads are divided.
+        UnsupportedModel: the folder has factors, and the engine has another model runner, drafts tokens, or passes keys
+            to other engines; or the scheme has a bias, and heads are divided.
     """
     check(config)
     model = config.model_config
@@ -88,7 +90,7 @@ def _admit(validate: Callable[..., None], request: Any, params: Any) -> None:
     """Choose the factor of a request, and separate its blocks from those of other factors.
 
     Raises:
-        VLLMValidationError: the request asks for a factor that it cannot have, or is too long; a 400 in a server.
+        VLLMValidationError: the request names a factor that it cannot have, or is too long; a server answers 400.
     """
     validate(request, params)
     if getattr(_seen, "params", None) is not params:
@@ -106,11 +108,11 @@ def _admit(validate: Callable[..., None], request: Any, params: Any) -> None:
 
 
 class Factors(LogitsProcessor):
-    """A logits processor that knows the factor of each place in the batch. Its subclasses, which vLLM finds by name in
-    each of its processes, know how far factors reach.
+    """A logits processor that knows the factor of each place in the batch. vLLM finds its subclasses by name in each of
+    its processes; they know how far factors reach.
 
     Attributes:
-        reaches: of requests by factor.
+        reaches: lengths that the factors cover.
         longest: the longest text of the engine, in tokens.
     """
 
@@ -124,10 +126,10 @@ class Factors(LogitsProcessor):
 
     @classmethod
     def choose(cls, prompt: int, params: SamplingParams) -> int:
-        """Choose the factor of a request with a `prompt` of so many tokens.
+        """Choose the factor of a request with `prompt` tokens in its prompt.
 
         Raises:
-            ValueError: the request asks for a factor that it cannot have, or is too long.
+            ValueError: the request names a factor that it cannot have, or is too long.
         """
         new = cls.longest if params.max_tokens is None else params.max_tokens
         tokens = min(prompt + new, cls.longest)

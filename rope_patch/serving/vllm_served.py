@@ -1,10 +1,10 @@
 """The data that vLLM serves from a checkpoint folder that records a scheme: tables for its rotary modules, or states of
 layers.
 
-Static frequencies and scales of queries, as of YaRN and log-n, need no attention of their own: they are rows of a
+Static frequencies and scales of queries, such as those of YaRN and log-n, need no special attention: they are rows of a
 table, which vLLM's rotary modules read at each token's position. A folder with a scheme for each factor has the tables
-of all factors one after another, and each token reads that of its request; positions on three axes (mRoPE) read a row
-for each axis. Whatever acts by distance is scored by the attention layers, from the state of each layer under the
+of all factors one after another, and each token reads the table of its request; positions on three axes (mRoPE) read a
+row for each axis. If a scheme acts by distance, the attention layers score it, from the state of each layer under the
 scheme. Layers without rotation, as in hybrid models, have neither.
 """
 
@@ -37,8 +37,9 @@ _SERVED = "_rope_patch_served"
 """The attribute of a model's config in vLLM that holds a `Holder`."""
 
 AXES_ROWS = 4
-"""Rows of a table for each token of a text whose positions have three axes: a video's may run ahead of its tokens, and
-vLLM's own tables have as many."""
+"""Rows of a table for each token of a text whose positions have three axes: positions of a video may run ahead of its
+tokens. vLLM's own tables have as many rows.
+"""
 
 States = Mapping[int, LayerState]
 """The state of each layer, by its index."""
@@ -50,7 +51,7 @@ class Tables:
 
     Attributes:
         cos_sin: `(rows, pairs * 2)`, cosines and sines with the scheme's factor, as vLLM has them.
-        scale: of the queries, `(rows, heads or 1)`; None without one.
+        scale: scale of the queries, `(rows, heads or 1)`; None without a scale.
         starts: the first row of each factor, `(factors,)`.
     """
 
@@ -114,7 +115,7 @@ class Rows:
     Attributes:
         by_request: index of the factor of each place in the batch, `(places,)`.
         by_token: first row of each token's factor, `(tokens of the longest step,)`; 0 beyond the step's tokens.
-        counted: the row of each token, counted in tokens, likewise; None if positions say it.
+        counted: the row of each token, counted in tokens, in the same shape; None if positions give the row.
     """
 
     def __init__(self, starts: torch.Tensor, places: int, tokens: int, counts: bool) -> None:
@@ -127,8 +128,8 @@ class Rows:
         """Set the rows for the tokens of a step.
 
         Args:
-            query_starts: their first ones, `(requests + 1,)`, on the CPU.
-            lengths: of the requests with these tokens, `(requests,)`.
+            query_starts: the first token of each request, `(requests + 1,)`, on the CPU.
+            lengths: lengths of the requests with these tokens, `(requests,)`.
         """
         counts = query_starts.diff()
         rows = self._starts[self.by_request[: len(counts)]].repeat_interleave(counts)
@@ -145,15 +146,16 @@ class Served:
     """The computation that this plugin takes over for a folder.
 
     Attributes:
-        scheme: the recorded one; that of the largest factor if there are several.
-        states: of each factor in ascending order; one without factors.
+        scheme: the recorded scheme; the scheme of the largest factor if there are several.
+        states: states of each factor in ascending order; one entry without factors.
         scores: whether the attention layers score.
-        tables: None if rotary modules have nothing to do.
-        anchored: whether the cache holds keys as `paged_attention` wants them; else they are unrotated.
-        rows: None if each token's position is its row.
-        reaches: of requests by factor; None without factors.
+        tables: tables for rotary modules; None if these do not rotate.
+        anchored: whether the cache holds keys in the rotation that `paged_attention` reads; if False they are
+            unrotated.
+        rows: the rows of the tokens; None if each token's position is its row.
+        reaches: lengths that the factors cover; None without factors.
         has_rotary: whether vLLM's model has rotary modules, which then leave rotation to the attention layers.
-        attention: of groups of layers, by what they share.
+        attention: attention objects by groups of layers that share one.
     """
 
     scheme: Scheme
@@ -169,8 +171,8 @@ class Served:
 
 @dataclass
 class Holder:
-    """A holder of `Served` in a config. vLLM copies the config for the text model inside a model of images: copies
-    share it.
+    """A holder of `Served` in a config. vLLM copies the config for the text model inside an image model; the copies
+    share the holder.
     """
 
     found: Served | None = None

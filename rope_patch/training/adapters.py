@@ -1,8 +1,8 @@
-"""Choose the trained parameters: all, low-rank adapters, or adapters with norms and embeddings.
+"""Choose the parameters to train: all, low-rank adapters, or adapters with norms and embeddings.
 
 LongLoRA (Chen et al. 2023, arXiv 2309.12307, table 2): adapters alone do not learn longer context (perplexity 11.44 at
-32k). Adapters with trained norms and embeddings do (8.12), almost like full fine-tuning (8.08). Its code trains every
-parameter with `norm` or `embed` in its name, and rank 8 adapters on q, k, v and o.
+32k). Adapters with trained norms and embeddings do (8.12), almost like full fine-tuning (8.08). The authors' code
+trains every parameter with `norm` or `embed` in its name, and rank 8 adapters on q, k, v and o.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def make_trainable(model: nn.Module, method: str, *, rank: int, alpha: float, dr
     """Make only the parameters of a method trainable; returns the patched model, or a `PeftModel` around it.
 
     The methods are `full`, `lora`, `lora_norms`, `lora_embeddings` and `lora_norms_embeddings`; `rank`, `alpha` and
-    `dropout` are those of the adapters. All methods but `full` train in float32. Learned parameters of a scheme are
-    trained with every method.
+    `dropout` are settings of the adapters. All methods except `full` train in float32. Learned parameters of a scheme
+    are trained with every method.
 
     Raises:
         MissingPackage: PEFT is not installed.

@@ -23,31 +23,33 @@ from rope_patch.schemes import PositionInterpolation, Scheme
 
 
 class PerplexityCallback(TrainerCallback):
-    """Perplexity against context length on one held-out text, before, during and after a training, whoever wrote it.
+    """Perplexity against context length on one held-out text, before, during and after a training, in any trainer.
 
-    The model is measured as it is, under the scheme that it carries or none, without dropout and in the dtype of its
-    weights. Modes and random numbers stay as they were: the weights end as those of a run without, bit for bit. Of
-    several processes each reads a share of the text, and the main one writes.
+    The model is measured as it is, with or without a scheme, without dropout and in the dtype of its weights. Modes and
+    random numbers stay unchanged: the final weights equal, bit for bit, those of a run without this callback. With
+    several processes each reads a share of the text, and the main process writes.
 
     Args:
-        corpus: documents that are not trained on: a file, a folder or a pattern as of `load_text`, or rows, each of
+        corpus: documents that are not trained on: a file, a folder or a pattern as in `load_text`, or rows, each of
             them a text or a mapping with `text` or `input_ids`.
-        lengths: of contexts in tokens, ascending; some document has to fill the longest.
-        every: steps between two measurements, besides one after the last step; `"eval"` or `"save"` for whenever the
-            trainer evaluates or saves, which makes `eval_perplexity_512` a `metric_for_best_model`; None for the last
-            step alone.
+        lengths: context lengths in tokens, ascending; at least one document must have the longest length.
+        every: steps between two measurements, in addition to one after the last step; `"eval"` or `"save"` to measure
+            whenever the trainer evaluates or saves, so that `eval_perplexity_512` can be `metric_for_best_model`; None
+            to measure only after the last step.
         start: measure before the first step too.
         points: the file to which rows with their `step` are appended, or the `Rows` of it; default `perplexity.jsonl`
             in the `output_dir` of the trainer.
-        log: what else is told the numbers, such as `trainer.log`, which sends them to the trainer's trackers.
-        tokenizer: default that of the trainer, its `processing_class`.
-        line: the name of the scheme in the rows; default as it is spelled.
-        name: of the model in the rows.
-        results: rows of earlier runs, which are not measured again, and to which new ones are appended.
-        settings: others of `Perplexity`, such as `targets`, `documents` and `windows_per_document`.
+        log: a function that also receives the numbers, such as `trainer.log`, which sends them to the trainer's
+            trackers.
+        tokenizer: default the trainer's `processing_class`.
+        line: the name of the scheme in the rows; default its spelling.
+        name: name of the model in the rows.
+        results: rows of earlier runs, which are not measured again; new rows are appended.
+        settings: other settings of `Perplexity`, such as `targets`, `documents` and `windows_per_document`.
 
     Raises:
-        EvaluationError: an argument is not allowed, or the texts are too short; before anything is computed.
+        EvaluationError: an argument is not allowed, or the texts are too short. It is raised before anything is
+            computed.
 
     Example:
         >>> trainer = Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
@@ -119,7 +121,7 @@ class PerplexityCallback(TrainerCallback):
         return numbers
 
     def measure(self, model: nn.Module, scheme: str | Scheme, step: int, line: str | None = None) -> list[Row]:
-        """Measure a model now, without a scheme or under this one."""
+        """Measure a model now, without a scheme or under the given scheme."""
         if self.tokenizer is None and any("text" in row for row in self.corpus):
             raise EvaluationError("tokenizer=None: texts need one, here or as the processing_class of the trainer")
         language_model = find_language_model(model)
@@ -137,8 +139,8 @@ class PerplexityCallback(TrainerCallback):
 
 
 def completed(rows: Sequence[Row]) -> list[Row]:
-    """Fill in the rows of one training: rows of an older version, which have fewer fields, take the others from the
-    newest row.
+    """Complete the rows of one training: rows of an older version, which have fewer fields, get the missing ones from
+    the newest row.
     """
     names = ("model", "dtype", "protocol", "targets", "texts")
     return [replace(row, **{name: getattr(row, name) or getattr(rows[-1], name) for name in names}) for row in rows]
@@ -156,18 +158,18 @@ class WarmStart(TrainerCallback):
     """Train the first steps under position interpolation by a factor, before a scheme, or None, takes over.
 
     Raises:
-        EvaluationError: the scheme learns parameters, which have to be there from the first step on.
+        EvaluationError: the scheme learns parameters, which must exist from the first step on.
     """
 
     def __init__(self, scheme: Scheme | None, steps: int, factor: float) -> None:
         if scheme is not None and scheme.learns:
             raise EvaluationError(
-                f"a warm start before {scheme}: what it learns has to be there from the first step on"
+                f"a warm start before {scheme}: its learned parameters must exist from the first step on"
             )
         self.scheme, self.steps, self.start = scheme, steps, PositionInterpolation(factor=factor)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Change the scheme at the step where the warm start ends, also in a run that is resumed."""
+        """Change the scheme at the step where the warm start ends, also in a resumed run."""
         scheme, handle = self.start if state.global_step < self.steps else self.scheme, find_handle(model)
         if (handle.scheme if handle else None) == scheme:
             return

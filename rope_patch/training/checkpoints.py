@@ -35,10 +35,10 @@ _STATE = {"global_step": int, "max_steps": int, "epoch": float | None, "log_hist
 
 
 def alone_in(folder: Path) -> Any:
-    """Hold a folder, as a context: a second run on it ends at once, and a killed run releases it.
+    """Hold a folder within a `with` block: a second run on it ends at once, and a killed run releases it.
 
     Raises:
-        EvaluationError: another run holds it.
+        EvaluationError: another run holds the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -51,7 +51,7 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     """Record the settings of a folder in its `options.json`.
 
     Raises:
-        EvaluationError: it was recorded with others, or that file is damaged.
+        EvaluationError: the folder was recorded with other settings, or that file is damaged.
     """
     path = folder / "options.json"
     recorded = dict.fromkeys(settings) | read_settings(path) if path.exists() else settings
@@ -67,7 +67,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to write, and move it to `path` when it is complete; until then `path` stays unchanged.
 
     Raises:
-        OSError: it cannot be written, such as on a full disk; the temporary folder is deleted.
+        OSError: the folder cannot be written, for example on a full disk; the temporary folder is deleted.
     """
     aside = path.parent / _ASIDE
     shutil.rmtree(aside, ignore_errors=True)
@@ -88,8 +88,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 class SafeTrainer(ContextParallelTrainer):
     """`transformers.Trainer` whose newest checkpoint is complete, even if the process is killed.
 
-    Checkpoints are written to a temporary folder and renamed; older ones are deleted afterwards. A gradient that is not
-    finite stops the training before its step.
+    Checkpoints are written to a temporary folder and renamed; older checkpoints are deleted afterwards. A gradient that
+    is not finite stops the training before its step.
     """
 
     _aside: str | None = None
@@ -153,7 +153,7 @@ class SafeTrainer(ContextParallelTrainer):
 
 @contextmanager
 def _readable(checkpoint: str | Path | None) -> Iterator[None]:
-    """Turn the errors of pickle, zip, torch and safetensors that a file cut off causes into `EvaluationError`."""
+    """Turn the errors that a truncated file causes in pickle, zip, torch and safetensors into `EvaluationError`."""
     try:
         yield
     except (RopePatchError, torch.OutOfMemoryError):
@@ -167,10 +167,10 @@ def _readable(checkpoint: str | Path | None) -> Iterator[None]:
 
 
 def _check(checkpoint: Path, step: int) -> None:
-    """Refuse a checkpoint that is damaged, or leads elsewhere.
+    """Refuse a checkpoint that is damaged, or that links to another place.
 
     Raises:
-        RopePatchError: it does.
+        RopePatchError: the checkpoint is damaged or links elsewhere.
     """
     check_weights(checkpoint)
     if (checkpoint / ADAPTERS).is_file():

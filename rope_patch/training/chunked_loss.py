@@ -3,7 +3,7 @@
 With a vocabulary of 128,000, the logits of 32,000 tokens and their gradient are 32 GB of float32: more than anything
 else in the step. Here a few rows pass through the head at a time, and their gradient is computed in the forward,
 
-    d loss / d states[rows]   and   d loss / d head += that of these rows,
+    d loss / d states[rows]  and  d loss / d head += gradient of these rows,
 
 so that no tensor of the size of the vocabulary outlives its rows. The backward only scales these gradients. There is no
 additional work: every row passes through the head once forward and once backward, as with all logits.
@@ -37,7 +37,7 @@ def chunked_loss(model: nn.Module, rows_per_chunk: int = 256, *, long_ce: LongCE
     model adds to its loss, such as the balance of experts, are omitted.
 
     Args:
-        long_ce: weights of the tokens, which make it the loss LongCE; short contexts cost further forwards.
+        long_ce: weights of the tokens, which turn the loss into LongCE; its short contexts cost further forwards.
 
     Raises:
         EvaluationError: the model has no head that can run alone, or `rows_per_chunk` is below 1.
@@ -153,7 +153,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_gradient: torch.Tensor) -> Any:
-        """Scale in place: a second copy of the head's gradient would be the largest thing here."""
+        """Scale in place: a second copy of the head's gradient would be the largest tensor here."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: chunked_loss has no second derivatives; compute the loss outside it")
         if ctx.gradients is None:

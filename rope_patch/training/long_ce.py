@@ -2,8 +2,8 @@
 
     loss = mean over i of w[i] (-ln p(x[i] | all before it)),   w[i] = min(exp(loss_short[i] - loss_full[i]), 5)
 
-loss_short is that of a context which begins at the last multiple of d up to i - K, and has no gradient, nor has w. The
-first K tokens have no shorter context: w = 1. The model that is trained is its own judge.
+loss_short is the loss given a context that begins at the last multiple of d up to i - K. Neither it nor w has a
+gradient. The first K tokens have no shorter context: w = 1. The trained model itself computes the weights.
 
 Source: Fang et al., 2410.23771, whose code has K = 4096 and d = 1024 for a model of L = 4096.
 """
@@ -29,11 +29,11 @@ class LongCE:
     """The weights of tokens, for `chunked_loss`.
 
     Args:
-        short: K, the tokens that every short context has at least.
-        step: d, how many tokens share the beginning of their short contexts; smaller steps cost more forwards.
+        short: K, the minimum number of tokens in a short context.
+        step: d, the number of tokens whose short contexts begin at the same place; smaller steps cost more forwards.
 
     Raises:
-        EvaluationError: one of them is below 1.
+        EvaluationError: `short` or `step` is below 1.
     """
 
     short: int
@@ -49,7 +49,7 @@ class LongCE:
         """Set K = L and d = L / 4 tokens, for rows of this length.
 
         Raises:
-            EvaluationError: no token of a row has more than L tokens before it, so that all weigh the same.
+            EvaluationError: no token of a row has more than L tokens before it, so that all tokens weigh the same.
         """
         if row_length <= training_length:
             raise EvaluationError(
@@ -61,9 +61,10 @@ class LongCE:
     def weigher(
         self, stack: nn.Module, head: Head, inputs: Mapping[str, Any], targets: torch.Tensor, rows: int
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The weights of some tokens of a batch, `(tokens,)`, by their places in it and their losses, `(tokens,)` both.
+        """A function that gives the weights of some tokens of a batch, `(tokens,)`, from their places in it and their
+        losses, both `(tokens,)`.
 
-        Args: as of `short_losses`.
+        For the arguments see `short_losses`.
         """
         short = self.short_losses(stack, head, inputs, targets, rows).flatten()
 
@@ -79,8 +80,9 @@ class LongCE:
         """The losses from short contexts, `(batch, length)` as the shifted targets; NaN for the first K tokens.
 
         Args:
-            inputs: of the stack. Tensors whose second dimension is the length are cut; positions begin anew.
-            rows: positions that pass through the head at a time.
+            inputs: inputs of the stack. Tensors whose second dimension is the length are cut; positions begin at 0
+                again.
+            rows: number of positions that pass through the head at a time.
         """
         parallel, length = sharing_of(stack), targets.shape[1]
         if parallel is not None:  # the processes that share a row share its short contexts too

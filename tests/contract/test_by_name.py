@@ -242,7 +242,7 @@ def test_a_mask_of_the_users_own(llama, tmp_path):
     saved(llama, REROPE, tmp_path)
     length = IDS.shape[1]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-    refused(by_name(tmp_path), lambda model: logits(model, IDS, attention_mask=mask), "brings a mask of its own")
+    refused(by_name(tmp_path), lambda model: logits(model, IDS, attention_mask=mask), "passes its own mask")
 
 
 def test_what_plain_transformers_leaves_out(llama, tmp_path):
@@ -296,7 +296,7 @@ def test_a_stack_that_computes_with_positions(llama, tmp_path):
     saved(llama, REROPE, tmp_path)
     model = by_name(tmp_path)
     model.model.__class__ = Computing
-    refused(model, CALLS["left pads"], "computes with positions that count pads here")
+    refused(model, CALLS["left pads"], "so the model counts pads as positions")
     logits(model, IDS)
 
 
@@ -326,7 +326,7 @@ def test_adapters_that_transformers_loaded(llama, tmp_path):
 
 def test_a_call_past_the_hooks(llama, tmp_path):
     saved(llama, REROPE, tmp_path)
-    refused(by_name(tmp_path), lambda model: model.model.forward(IDS), "past the hooks of the model")
+    refused(by_name(tmp_path), lambda model: model.model.forward(IDS), "without the hooks of the model")
 
 
 def test_a_compiled_call_is_refused(llama, tmp_path):

@@ -162,9 +162,9 @@ def test_a_copy_outlives_the_patch_as_an_error(spec):
     model.model.layers.append(layer)
     layer.self_attn.layer_idx = 4
     model.config.num_hidden_layers = 5
-    with pytest.raises(UnsupportedModel, match=r"a copy of .*layers.1.self_attn.*unpatch the model, copy its layers"):
+    with pytest.raises(UnsupportedModel, match=r"copied from .*layers.1.self_attn.*unpatch the model, copy its layers"):
         logits(model, tokens())
-    with pytest.raises(UnsupportedModel, match=r"layers.4.self_attn: this layer is a copy of a layer"):
+    with pytest.raises(UnsupportedModel, match=r"layers.4.self_attn: this layer was copied from a layer"):
         patch(model, spec)
 
 

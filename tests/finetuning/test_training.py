@@ -231,10 +231,10 @@ WRONG = {
     "merge with method=full": {"merge": True},
     "held_out=1.0 is not allowed; it is a share between 0 and 1": {"held_out": 1.0},
     "measuring at 90 tokens needs 91 held-out tokens, but the longest of 4": {"eval_text": None, "lengths": 90},
-    "dtype=bfloat16 is only for what adapters leave alone": {"dtype": "bfloat16"},
+    "dtype=bfloat16 is only for weights frozen by adapters": {"dtype": "bfloat16"},
     "there is no scheme 'yarm'; did you mean 'yarn'": {"scheme": ["yarm"]},
     "there is no option '--lenght'": {"lenght": 3},
-    "what it learns has to be there from the first step on": {"scheme": ["kerple"], "warm_start_steps": 2},
+    "its learned parameters must exist from the first step on": {"scheme": ["kerple"], "warm_start_steps": 2},
     "needs liger_kernel": {"loss": "liger"},
     "there is no text file at": {"text": "nowhere.txt"},
     "there is no checkpoint './nowhere'": {"model": "./nowhere"},
@@ -271,4 +271,4 @@ def test_adapters_are_not_trained_on(finetune, capsys, tmp_path):
 def test_what_a_scheme_learned_is_not_lost(finetune, capsys, tmp_path):
     chosen = finetune(scheme=["kerple"])
     finetune(2, model=checkpoint_of(chosen, "kerple") / "checkpoint", output=tmp_path / "again")
-    assert "training would lose what that learned" in capsys.readouterr().err
+    assert "training would lose its learned parameters" in capsys.readouterr().err

@@ -237,5 +237,5 @@ def test_an_index_of_shards_that_are_not_there(index, folder):
 def test_a_gguf_file_that_was_cut_off(content, tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "m.gguf").write_bytes(content)
-    with one_line(NoCheckpoint, "is not a GGUF file, or truncated"):
+    with one_line(NoCheckpoint, "is not a GGUF file, or is truncated"):
         from_pretrained(tmp_path / "m.gguf")

@@ -249,7 +249,7 @@ def test_a_model_with_a_table_of_positions_reads_no_further_without_a_scheme(tmp
 
 
 def test_models_that_answer_elsewhere_are_refused(tmp_path):
-    with pytest.raises(EvaluationError, match="name a scheme; the plain model answers beside it anyway"):
+    with pytest.raises(EvaluationError, match="name a scheme; the page always shows the plain model, too"):
         load_demo(parse(Options, ["--scheme", "plain"]))
     with pytest.raises(EvaluationError, match="T5ForConditionalGeneration is not served: it has an encoder"):
         load_demo(parse(Options, [str(recipes_folder() / "assets" / "tiny-t5")]))

@@ -1,7 +1,7 @@
-"""The table of readers: one row for each program, with what it computes otherwise than the config says.
+"""The table of readers: one row for each program, with the computations in which it differs from the config.
 
-A new row needs a source that somebody can open: a repository, a file and a version, or a thread. What was only inferred
-is no deviation; it stands in `Reader.unknown`.
+A new row needs a source that anyone can open: a repository, a file and a version, or a thread. An inference without a
+source is no deviation; write it into `Reader.unknown`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ READERS: tuple[Reader, ...] = (
     *(MLX_VLM, EXLLAMA, TURBOMIND, LMDEPLOY_PYTORCH, TENSORRT, MEGATRON, DEEPSPEED, FASTGEN),
     *TRAINERS,
 )
-"""Every program whose facts are here; the first is the yardstick."""
+"""Every program in the table; the first is the reference."""
 
 __all__ = ["BUGS", "READERS", "Bug", "Reader"]

@@ -1,6 +1,7 @@
-"""Bugs of position reading in programs without a row here, and those of the others that depend on more than a config.
+"""Bugs in the reading of positions: of programs without a row in the table, and bugs of the other programs that depend
+on more than a config.
 
-Each was reported in a thread; versions are as the thread says, where it says any.
+Each was reported in a thread; versions are given if the thread names them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ class Bug:
     """One bug.
 
     Attributes:
-        program: what misread.
+        program: the program that misread a config.
         thread: repository and number.
-        misread: what it did, as the end of a sentence that begins with "it".
-        versions: when, as far as the thread says.
-        config: the fields that show it, their numbers as examples.
-        vector: the file of `vectors/` that a reader with this bug fails; empty if none shows it.
+        misread: the behaviour, as the end of a sentence that begins with "it".
+        versions: the versions with the bug, as far as the thread names them.
+        config: the fields that show the bug, with numbers as examples.
+        vector: the file of `vectors/` that a reader with this bug fails; empty if no file shows it.
     """
 
     program: str
@@ -443,4 +444,4 @@ BUGS: tuple[Bug, ...] = (
         "yarn",
     ),
 )
-"""All of them, programs without a row first."""
+"""All bugs; programs without a row come first."""

@@ -1,4 +1,6 @@
-"""Cases and changes that several readers share: whether layers meet a deviation, and what is computed then."""
+"""Cases and changes that several readers share: tests whether a deviation applies to layers, and the computation that
+follows.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ OLD = Spelling(
     original=("entry",),
     top_theta_first=True,
 )
-"""The words of Transformers before 5: `rope_scaling`, and `rope_theta` and `partial_rotary_factor` at the top."""
+"""The fields of Transformers before 5: `rope_scaling`, and `rope_theta` and `partial_rotary_factor` at the top."""
 
 DEEPSEEK_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-"""Architectures for which some servers have code of their own, which takes every type for yarn."""
+"""Architectures for which some servers have their own code, which takes every type for yarn."""
 
 EXPORT_LISTS = "write two equal lists: rope-patch export DIR --scheme SCHEME --for {key} --output OUT"
 EXPORT_BASE = "choose one length: rope-patch export DIR --scheme ntk:factor=k --output OUT"
@@ -32,42 +34,42 @@ L_IN_ENTRY = f'write "{ORIGINAL}" into the entry'
 
 
 def all_of(*cases: Case) -> Case:
-    """Whether all of them hold."""
+    """Whether all of the cases hold."""
     return lambda layer: all(case(layer) for case in cases)
 
 
 def any_of(*cases: Case) -> Case:
-    """Whether one of them holds."""
+    """Whether one of the cases holds."""
     return lambda layer: any(case(layer) for case in cases)
 
 
 def unless(case: Case) -> Case:
-    """Whether it does not hold."""
+    """Whether the case does not hold."""
     return lambda layer: not case(layer)
 
 
 def always(layer: Layer) -> bool:
-    """Every config."""
+    """True for every config."""
     return True
 
 
 def is_type(*types: str) -> Case:
-    """Whether the rope type is one of these."""
+    """Whether the rope type is one of the given ones."""
     return lambda layer: layer.rotation.rope_type in types
 
 
 def has(**values: Any) -> Case:
-    """Whether fields of the rotation have these values."""
+    """Whether fields of the rotation have the given values."""
     return lambda layer: all(getattr(layer.rotation, name) == value for name, value in values.items())
 
 
 def class_in(*names: str) -> Case:
-    """Whether the config names one of these architectures."""
+    """Whether the config names one of the given architectures."""
     return lambda layer: any(name in names for name in layer.source.architectures)
 
 
 def model_in(*names: str) -> Case:
-    """Whether `model_type` is one of these, or begins with one that ends in `*`."""
+    """Whether `model_type` is one of the given types; a type that ends in `*` matches all that begin with it."""
     starts = tuple(name[:-1] for name in names if name.endswith("*"))
     return lambda layer: (
         layer.source.model_type in names or (bool(starts) and layer.source.model_type.startswith(starts))
@@ -75,27 +77,27 @@ def model_in(*names: str) -> Case:
 
 
 def wrote(*names: str) -> Case:
-    """Whether the entry has one of these keys with a value."""
+    """Whether the entry has one of the given keys with a value."""
     return lambda layer: any(layer.entry.get(name) is not None for name in names)
 
 
 def lacks(name: str) -> Case:
-    """Whether the entry has no such key."""
+    """Whether the entry lacks the key."""
     return lambda layer: layer.entry.get(name) is None
 
 
 def named(word: str) -> Case:
-    """Whether the entry's own word for its type is this one, before anybody translates it."""
+    """Whether the entry spells its type in this way, before any translation."""
     return lambda layer: word in (layer.entry.get("type"), layer.entry.get("rope_type"))
 
 
 def is_yarn(**values: Any) -> Case:
-    """Whether it is yarn with these values."""
+    """Whether the rotation is yarn with the given values."""
     return has(rope_type="yarn", **values)
 
 
 def own_temperature(layer: Layer) -> bool:
-    """Yarn or lists with `attention_factor`."""
+    """Whether the rotation is yarn or has lists, with `attention_factor`."""
     return layer.rotation.attention_factor is not None
 
 
@@ -104,70 +106,70 @@ list_temperature = all_of(is_type("longrope"), own_temperature)
 
 
 def mscales(layer: Layer) -> bool:
-    """Yarn with DeepSeek's words for the temperature, one or both."""
+    """Whether the rotation is yarn with one or both of DeepSeek's fields for the temperature."""
     return layer.rotation.rope_type == "yarn" and bool(layer.rotation.mscale or layer.rotation.mscale_all_dim)
 
 
 def two_lists(layer: Layer) -> bool:
-    """Lists of factors that differ for short and long texts."""
+    """Whether the lists of factors differ for short and long texts."""
     return layer.rotation.rope_type == "longrope" and layer.rotation.short_factor != layer.rotation.long_factor
 
 
 def is_nested(layer: Layer) -> bool:
-    """Parameters by layer type."""
+    """Whether the config has parameters by layer type."""
     entry = layer.source.fields.get("rope_scaling") or layer.source.fields.get("rope_parameters") or {}
     return isinstance(entry, dict) and any(isinstance(value, dict) for value in entry.values())
 
 
 def new_words_alone(layer: Layer) -> bool:
-    """`rope_parameters`, as Transformers 5 writes it, without `rope_scaling`."""
+    """Whether the config has `rope_parameters`, as Transformers 5 writes it, without `rope_scaling`."""
     return bool(layer.source.fields.get("rope_parameters")) and not layer.source.fields.get("rope_scaling")
 
 
 def null_factor(layer: Layer) -> bool:
-    """Yarn whose factor is null, which Transformers takes from the two lengths."""
+    """Whether the rotation is yarn with a null factor, which Transformers derives from the two lengths."""
     return layer.rotation.rope_type == "yarn" and "factor" in layer.entry and layer.entry["factor"] is None
 
 
 def text_for_a_number(layer: Layer) -> bool:
-    """A number of the entry, or theta at the top, that is written as a string."""
+    """Whether a number of the entry, or theta at the top, is written as a string."""
     fields, words = layer.source.fields, ("rope_type", "type")
     values = [value for name, value in layer.entry.items() if name in KNOWN and name not in words]
     return any(isinstance(value, str) for value in (*values, *(fields.get(name) for name in (*THETA, ORIGINAL))))
 
 
 def older_su(layer: Layer) -> bool:
-    """The first spelling of Phi-3's lists, with L at the top of the config alone."""
+    """Whether the config has the first spelling of Phi-3's lists, with L only at the top of the config."""
     return named("su")(layer) and lacks(ORIGINAL)(layer)
 
 
 def has_axes(layer: Layer) -> bool:
-    """Sections of the pairs for the three axes of an image."""
+    """Whether the pairs are divided into sections for the three axes of an image."""
     return bool(layer.rotation.sections)
 
 
 def from_config(layer: Layer) -> bool:
-    """A config, not a GGUF file, in which a converter has settled everything."""
+    """Whether the source is a config. A GGUF file is not: its converter has settled everything."""
     return layer.source.kind == "config"
 
 
 def refuse(layer: Layer) -> Rotation | None:
-    """No rotation, because the reader does not load the checkpoint."""
+    """Return no rotation, because the reader does not load the checkpoint."""
     return None
 
 
 def to(**values: Any) -> Change:
-    """Other fields of the rotation."""
+    """Replace fields of the rotation."""
     return lambda layer: replace(layer.rotation, **values)
 
 
 def plain(layer: Layer) -> Rotation:
-    """Without its scaling."""
+    """The rotation without its scaling."""
     return replace(layer.rotation, rope_type="default", factor=1.0, original=None, attention_factor=None)
 
 
 def taken_as(spelling: Spelling) -> Change:
-    """Read again by another spelling."""
+    """Read the config again under another spelling."""
 
     def change(layer: Layer) -> Rotation:
         found = rotations_of(layer.source, spelling).rotations
@@ -177,29 +179,29 @@ def taken_as(spelling: Spelling) -> Change:
 
 
 def long_for_all(layer: Layer) -> Rotation:
-    """The long list for short texts, too."""
+    """Use the long list for short texts, too."""
     return replace(layer.rotation, short_factor=layer.rotation.long_factor)
 
 
 def one_list(layer: Layer) -> Rotation:
-    """The list for the longest text, for all: the long one if max_position_embeddings is beyond L."""
+    """Use one list for all texts: the long one if max_position_embeddings is beyond L."""
     rotation = layer.rotation
     chosen = rotation.long_factor if rotation.longest > rotation.trained else rotation.short_factor
     return replace(rotation, short_factor=chosen, long_factor=chosen)
 
 
 def of_lengths(rotation: Rotation) -> float:
-    """max_position_embeddings / L, which some readers take for the factor; 1 where no maximum is stated."""
+    """The ratio max_position_embeddings / L, which some readers take for the factor; 1 if there is no maximum."""
     return rotation.longest / rotation.trained if rotation.longest and rotation.trained else 1.0
 
 
 def factor_of_lengths(layer: Layer) -> Rotation:
-    """The factor as max_position_embeddings / L."""
+    """Use max_position_embeddings / L as the factor."""
     return replace(layer.rotation, factor=of_lengths(layer.rotation))
 
 
 def list_temperature_from(*names: str) -> Change:
-    """Lists whose temperature is read under one of these names, or follows from max_position_embeddings and L."""
+    """Read the temperature of lists under one of these names, or derive it from max_position_embeddings and L."""
 
     def change(layer: Layer) -> Rotation:
         found = next((value for name in names if (value := _value(layer.entry, name, None)) is not None), None)
@@ -209,16 +211,18 @@ def list_temperature_from(*names: str) -> Change:
 
 
 def scale(factor: float, mscale: float) -> float:
-    """0.1 m ln k + 1, and 1 for a factor up to 1."""
+    """The temperature 0.1 m ln k + 1; it is 1 for a factor up to 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def ratio(mscale: float | None, mscale_all_dim: float | None, times: str = "") -> Change:
-    """Yarn's temperature g(mscale) / g(mscale_all_dim), where 0 counts as given; `attention_factor` is not read.
+    """Use yarn's temperature g(mscale) / g(mscale_all_dim), where a 0 counts as present; `attention_factor` is not
+    read.
 
     Args:
-        mscale, mscale_all_dim: for a key that is not there; None if 0.1 ln k + 1 holds unless both are.
-        times: a key of the entry whose value multiplies it.
+        mscale, mscale_all_dim: value of a missing key; None if the temperature is 0.1 ln k + 1 unless both keys are
+            present.
+        times: a key of the entry whose value multiplies the temperature.
     """
 
     def change(layer: Layer) -> Rotation:
@@ -235,7 +239,7 @@ def ratio(mscale: float | None, mscale_all_dim: float | None, times: str = "") -
 
 
 def as_yarn(change: Change) -> Change:
-    """Any type as yarn, with its ramp rounded and the temperature of another change."""
+    """Treat any type as yarn, with its ramp rounded and the temperature of another change."""
 
     def changed(layer: Layer) -> Rotation | None:
         original = _value(layer.entry, ORIGINAL, layer.rotation.trained) or None
@@ -248,19 +252,19 @@ def as_yarn(change: Change) -> Change:
 
 
 def grown_base(growth: float, rotation: Rotation) -> Rotation:
-    """One base for all texts, b g^(d / (d - 2))."""
+    """Use one base for all texts, b g^(d / (d - 2))."""
     theta = rotation.theta * growth ** (rotation.width / (rotation.width - 2))
     return replace(rotation, rope_type="default", theta=theta, factor=1.0)
 
 
 def base_of_longest(layer: Layer) -> Rotation:
-    """`dynamic` with the one base of the longest text, max_position_embeddings times factor."""
+    """Use `dynamic` with the base of the longest text, max_position_embeddings times factor, for all texts."""
     factor = layer.rotation.factor
     return grown_base(factor * factor - (factor - 1), layer.rotation)
 
 
 def theta_at_top(layer: Layer, name: str, default: float) -> float:
-    """theta under its name at the top of the config; the default where that is missing or no base."""
+    """Read theta under its name at the top of the config; use the default if the field is missing or is no base."""
     found = _value(layer.source.fields, name, default)
     return found if found is not None and 1.0 < found <= 1e30 else default
 

@@ -15,7 +15,7 @@ _FIX_2 = "deepspeedai/DeepSpeed#8345, September 2026"
 
 
 def _head_of_hidden(layer: Layer) -> Rotation:
-    """The whole of hidden_size / num_attention_heads, whatever head_dim and partial_rotary_factor are."""
+    """Rotate all hidden_size / num_attention_heads dimensions, whatever head_dim and partial_rotary_factor are."""
     hidden, heads = (layer.source.fields.get(name) for name in ("hidden_size", "num_attention_heads"))
     width = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
     width = width if 2 <= width <= LARGEST_HEAD else layer.rotation.head_dim

@@ -1,4 +1,4 @@
-"""llama.cpp: its converter writes a config into a GGUF file, and its loader computes from that."""
+"""llama.cpp: its converter writes a config into a GGUF file, and its loader computes positions from that file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OWN_CLASSES = (
     *("ArceeForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM", "ApertusForCausalLM", "DeciLMForCausalLM"),
     *("ExaoneForCausalLM", "Exaone4ForCausalLM"),
 )
-"""Architectures whose converter may have the factors from Llama's class, or its own: not read."""
+"""Architectures whose converter may take the factors from Llama's class or from its own; its source was not read."""
 
 _LISTS_CLASSES = ("Phi3ForCausalLM", "MiniCPM3ForCausalLM", "MiniCPMForCausalLM")
 _deepseek = class_in(*DEEPSEEK_CLASSES)
@@ -55,7 +55,7 @@ def _without_rotated_part(layer: Layer) -> Rotation:
 
 
 def _deepseek_temperature(layer: Layer) -> Rotation:
-    """1 with mscale_all_dim, whatever mscale is; else 0.1 ln k + 1."""
+    """The temperature: 1 with mscale_all_dim, whatever mscale is; else 0.1 ln k + 1."""
     temperature = 1.0 if layer.rotation.mscale_all_dim else None
     return replace(layer.rotation, attention_factor=temperature, mscale=None, mscale_all_dim=None)
 

@@ -35,7 +35,7 @@ _NO_L = "With Transformers 5 the config object has L in its entry; without it, "
 
 
 def _factor_of_frequencies(layer: Layer) -> Rotation:
-    """Frequencies by max_position_embeddings / L, and the temperature of the factor that is given."""
+    """Scale frequencies by max_position_embeddings / L, and take the temperature from the config's factor."""
     rotation = layer.rotation
     return replace(rotation, factor=of_lengths(rotation), attention_factor=rotation.temperature())
 

@@ -1,4 +1,4 @@
-"""Megatron-Core, with what Megatron-Bridge makes of a config of Hugging Face."""
+"""Megatron-Core, with the settings that Megatron-Bridge derives from a config of Hugging Face."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _reads_new_words = model_in(
 
 
 def _default_l(lengths: dict[str, int]) -> tuple[Deviation, ...]:
-    """L that is not in the entry, as both programs take it."""
+    """The L that both programs assume if the entry has none."""
     words = " and ".join(f"{length} for {name}" for name, length in lengths.items())
     return tuple(
         Deviation(
@@ -68,7 +68,7 @@ def _default_l(lengths: dict[str, int]) -> tuple[Deviation, ...]:
 
 
 def _gemma3_full(layer: Layer) -> Rotation:
-    """Gemma 3's layers of full attention: theta at the top, and no parameters by layer type."""
+    """Read Gemma 3's layers with full attention: theta from the top, and no parameters by layer type."""
     scaling = layer.source.fields.get("rope_scaling") or {}
     own = isinstance(scaling, dict) and "full_attention" not in scaling and bool(scaling)
     return replace(layer.rotation if own else plain(layer), theta=theta_at_top(layer, "rope_theta", 1e6))
@@ -79,7 +79,7 @@ def _gemma3_sliding(layer: Layer) -> Rotation:
 
 
 def _other_pattern(layer: Layer) -> bool:
-    """Layers of full attention that are not each sixth."""
+    """Whether the layers with full attention are not every sixth layer."""
     kinds, pattern = layer.source.fields.get("layer_types"), layer.source.fields.get("sliding_window_pattern")
     pattern = pattern if isinstance(pattern, int) and pattern else 6
     return isinstance(kinds, list) and any(

@@ -37,7 +37,7 @@ _gemma4 = model_in("gemma4*")
 
 
 def _ramp_outside(layer: Layer) -> bool:
-    """Whether an end of yarn's ramp is no dimension within the head: the builder asserts 0 < low < high < d/2 - 1."""
+    """Whether an end of yarn's ramp lies outside the head: the builder asserts 0 < low < high < d/2 - 1."""
     rotation = layer.rotation
     if rotation.rope_type != "yarn":
         return False

@@ -34,12 +34,12 @@ _gemma4 = model_in("gemma4*")
 
 
 def _by_alpha(layer: Layer) -> Rotation:
-    """`dynamic` by alpha, which is 1 where it is missing."""
+    """Scale `dynamic` by alpha, which is 1 if it is missing."""
     return grown_base(float(layer.entry.get("alpha") or 1.0), layer.rotation)
 
 
 def _twice(layer: Layer) -> Rotation:
-    """attention_factor taken for mscale, so that the logarithm is applied twice."""
+    """Take attention_factor for mscale, so that the logarithm is applied twice."""
     rotation = layer.rotation
     return replace(rotation, attention_factor=scale(rotation.factor, rotation.attention_factor or 1.0))
 

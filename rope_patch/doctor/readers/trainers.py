@@ -1,6 +1,6 @@
 """Trainers: they read a config through Transformers, and some rewrite it.
 
-A factor that follows from a requested length depends on the run, so it is told in words, `Reader.writes`.
+A factor that follows from a requested length depends on the run, so `Reader.writes` describes it in words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformers, whose newest release is the yardstick."""
+"""Transformers, whose newest release is the reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _has_l_at_top(layer: Layer) -> bool:
 
 
 def _l_at_top(layer: Layer) -> Rotation:
-    """Lists with L from the top of the config alone, and the factor that follows from it."""
+    """Use lists with L only from the top of the config, and the factor that follows from that L."""
     top = layer.source.fields.get(ORIGINAL)
     if not isinstance(top, int):
         return replace(layer.rotation, original=layer.rotation.longest or layer.rotation.original)
@@ -62,7 +62,7 @@ BY_CONFIG = (
         silent=False,
     ),
 )
-"""What every program meets that takes the config as Transformers 5 has read it."""
+"""Deviations of every program that takes the config as Transformers 5 has read it."""
 
 
 TRANSFORMERS = Reader(

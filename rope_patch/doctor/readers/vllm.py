@@ -46,7 +46,7 @@ _by_class = any_of(_gpt_oss, _deepseek)
 
 
 def _names_differ(layer: Layer) -> bool:
-    """`type` and `rope_type` that vLLM does not hold for the same."""
+    """Whether vLLM takes `type` and `rope_type` for different types."""
     old, new = layer.entry.get("type"), layer.entry.get("rope_type")
     same = (("su", "longrope"), ("mrope", "default"))
     return old is not None and new is not None and old != new and (old, new) not in same

@@ -1,3 +1,1 @@
-"""The protocols of perplexity: each decides which predictions of a text count, in which contexts, and how to
-average.
-"""
+"""The protocols of perplexity: each chooses the scored predictions of a text, their contexts, and the average."""

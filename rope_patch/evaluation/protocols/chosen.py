@@ -1,4 +1,4 @@
-"""Protocols that score only some of the last tokens. One is `far`: tokens that repeat a passage far back."""
+"""Protocols that score only some of the last tokens. `far` scores tokens that repeat a passage far back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rope_patch.evaluation.scheme_specs import TRUNCATED
 
 
 class Chosen(Last):
-    """Like `last`, but over some of the targets of each window, the same at every length; the others are a second
-    column.
+    """Like `last`, but it scores some of the targets of each window, the same ones at every length; the other targets
+    are a second column.
 
     Windows have different numbers of chosen tokens, so `nll_by_document` is linear in their sums: with n[w] tokens of
-    loss s[w] in block w of B, it holds nll + (s[w] - nll n[w]) B / sum n. Its mean is nll, and s / sqrt(B) is the error
-    of a ratio, also for differences of two rows.
+    loss s[w] in block w of B, it holds nll + (s[w] - nll n[w]) B / sum n. The mean of these values is nll, and s /
+    sqrt(B) is the error of a ratio, also for differences of two rows.
     """
 
     baseline: ClassVar[str] = TRUNCATED
@@ -52,8 +52,9 @@ class Far(Chosen):
 
         x[p] counts if the last n-gram x[q - 2], x[q - 1], x[q] = x[p - 2], x[p - 1], x[p] before it has p - q > L
 
-    n = 3, and q lies within the context of the longest length. It needs no other model, but what it finds differs by
-    text: 1 to 12 percent of the tokens of novels, speeches and code, far more where a text repeats whole files.
+    n = 3, and q lies within the context of the longest length. The protocol needs no other model, but the share of
+    tokens that it finds depends on the text: 1 to 12 percent in novels, speeches and code, and far more if a text
+    repeats whole files.
 
     Raises:
         EvaluationError: no length is more than L.
@@ -76,8 +77,8 @@ class Far(Chosen):
 
 
 def repeats_far(tokens: torch.Tensor, distance: int, n: int = 3) -> torch.Tensor:
-    """A boolean `(tokens,)`, true for tokens that end an n-gram which last ended more than `distance` tokens before, of
-    `(tokens,)`.
+    """A boolean `(tokens,)`, true for tokens that end an n-gram whose last occurrence ended more than `distance` tokens
+    before.
     """
     ids, far = tokens.tolist(), torch.zeros(len(tokens), dtype=torch.bool)
     last: dict[tuple[int, ...], int] = {}

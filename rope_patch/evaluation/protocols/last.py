@@ -41,7 +41,7 @@ class Last(Protocol):
         check_targets(self.targets, lengths)
 
     def default_targets(self) -> int:
-        """The number T of targets if the user asked for none."""
+        """The number T of targets if you give none."""
         return min(self.training_length, DEFAULT_TARGETS)
 
     def places(self, counts: Sequence[int]) -> Sequence[Sequence[tuple[int, int]]]:
@@ -56,7 +56,7 @@ def check_targets(targets: int, lengths: Sequence[int]) -> None:
     """Refuse more targets than the shortest length has room for.
 
     Raises:
-        EvaluationError: there are more.
+        EvaluationError: there are more targets.
     """
     if targets > lengths[0]:
         raise EvaluationError(

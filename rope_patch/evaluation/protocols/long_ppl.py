@@ -24,18 +24,19 @@ GAIN, LIKELY = 2.0, 2.0  # alpha and -beta
 
 
 class LongPPL(Chosen):
-    """Score the tokens that an evaluator, a model that is long within its own L, predicts only from far back.
+    """Score the tokens that an evaluator, a long-context model within its own L, predicts only from far back.
 
         LongPPL = exp(mean of -ln p over the tokens whose characters lie in a key span)
 
     of the last T tokens of every window, T being the shortest length. The evaluator reads the text of the window of the
-    longest length, and `key_spans` are its key spans. Neither model's contexts get a start token but those that the
-    evaluator's tokenizer sets. So one length that is the whole text gives the number of the package.
+    longest length, and `key_spans` are its key spans. The only start tokens are those that the evaluator's tokenizer
+    adds; the measured model's contexts get none. So a single length that covers the whole text gives the number of the
+    package.
 
     Source: Fang et al., 2410.23771; PyPI `longppl` 0.3.0, `longppl/longppl.py`.
 
     Raises:
-        EvaluationError: the evaluator's L is shorter than a text, the corpus has tokens alone, or a tokenizer cannot
+        EvaluationError: the evaluator's L is shorter than a text, the corpus has only tokens, or a tokenizer cannot
             tell which characters a token has.
     """
 
@@ -100,13 +101,13 @@ def key_spans(
 ) -> list[tuple[int, int]]:
     """Find the runs of characters that the evaluator predicts only from far back, as start and end.
 
-    A token at p >= K is key if loss_short - loss_full > 2 and loss_full < 2. Full is the loss given the whole text
-    before it, short that given what of it begins at the last multiple of d up to p - K.
+    A token at p >= K is key if loss_short - loss_full > 2 and loss_full < 2. loss_full is the loss given the whole text
+    before the token. loss_short is the loss given only the part that begins at the last multiple of d up to p - K.
 
     Args:
-        text: the evaluator reads it at once.
-        short: K, the tokens that every short context has at least.
-        step: d, how many tokens share the beginning of their short contexts.
+        text: the text, which the evaluator reads at once.
+        short: K, the minimum number of tokens in a short context.
+        step: d, the number of tokens whose short contexts begin at the same place.
 
     Raises:
         EvaluationError: the tokenizer cannot tell which characters a token has.
@@ -140,7 +141,7 @@ def offsets_of(tokenizer: Any, text: str, **settings: Any) -> list[tuple[int, in
     """The start and end of each token of a text, in characters.
 
     Raises:
-        EvaluationError: the tokenizer does not know; those of Transformers that are fast do.
+        EvaluationError: the tokenizer does not know the characters of a token; the fast tokenizers of Transformers do.
     """
     try:
         encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **settings)

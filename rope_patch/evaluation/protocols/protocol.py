@@ -1,4 +1,4 @@
-"""The base of all protocols: contexts, the loss of their scored predictions, and the row that follows."""
+"""The base of all protocols: contexts, the loss of their scored predictions, and the row of results."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ BLOCKS = 32  # maximum number of blocks of windows, for standard errors over few
 
 @dataclass(frozen=True)
 class Settings:
-    """The text and the settings that a protocol is asked to score with.
+    """The text and the settings of a protocol.
 
     Args:
-        tokenizer: None where the corpus has tokens, which no start-of-text token is then set in front of.
-        corpus: rows with `name` and `text`, such as `load_corpus()` gives, or `input_ids` in place of `text`.
+        tokenizer: the tokenizer; None if the corpus has tokens, which then get no start-of-text token.
+        corpus: rows with `name` and `text`, such as `load_corpus()` returns, or with `input_ids` instead of `text`.
         protocol: one of `PROTOCOLS`; `"auto"` chooses `"last"` or `"span_corruption"` for the model.
         targets: T, scored tokens per window, or the tokens among which spans are hidden; default min(L, 4096).
-        stride: S of `sliding` and `yarn_compat`, default 256, or the shortest length; d of `longppl`, default 1024.
+        stride: S of `sliding` and `yarn_compat`, default 256, or the shortest length if that is less; d of `longppl`,
+            default 1024.
         tokens_per_document: for protocols that score whole documents: the number of tokens to read; default all.
         documents: number of documents, drawn at random if there are more; default all.
         windows_per_document: for protocols that score windows: maximum number per document; default one, or with few
-            documents as many as make 16 windows in total.
-        evaluator: of `longppl`: the model that finds key tokens and its tokenizer, or the folder of both.
-        short_context: K of `longppl`, tokens of the evaluator's short contexts; default 4096.
+            documents enough to make 16 windows in total.
+        evaluator: for `longppl`: the model that finds key tokens and its tokenizer, or the folder of both.
+        short_context: K of `longppl`, the tokens in the evaluator's short contexts; default 4096.
         text: name of the corpus in the rows.
     """
 
@@ -75,7 +76,7 @@ class Context:
 
 
 class Protocol(Task):
-    """A way to score a text: it decides which predictions count, in which contexts, and how to average them."""
+    """A way to score a text: it chooses the scored predictions, their contexts, and the average."""
 
     name = "perplexity"
     protocol: ClassVar[str]
@@ -114,7 +115,7 @@ class Protocol(Task):
 
     @property
     def chosen_by(self) -> str:
-        """Facts that the choice of scored tokens depends on, besides the windows, for the fingerprint of the texts."""
+        """Facts besides the windows that determine the scored tokens, for the fingerprint of the texts."""
         return ""
 
     def contexts(self, window: Window, length: int) -> Iterable[tuple[torch.Tensor, int, int]]:
@@ -130,7 +131,7 @@ class Protocol(Task):
         return self.targets
 
     def mean(self, losses: Sequence[torch.Tensor]) -> float:
-        """The NLL of a row as a mean over tokens; losses `(scored,)` of each context."""
+        """The NLL of a row as a mean over tokens, from losses `(scored,)` of each context."""
         return torch.cat(list(losses)).mean().item()
 
     def cells(self, length: int) -> list[Cell]:
@@ -170,8 +171,8 @@ class Protocol(Task):
         ]
 
     def _plain_at(self, reach: int, lengths: Sequence[int], line: str) -> Cell:
-        """A cell with the contexts of one length under the plain checkpoint, which fills the rows of a control at these
-        lengths.
+        """A cell with the contexts of one length under the plain checkpoint. Its scores fill the rows of a control at
+        these lengths.
         """
         cell = self.cells(reach)[0]
         control = {"scheme": {"name": PLAIN, line: self.training_length}}
@@ -200,8 +201,8 @@ class Protocol(Task):
 
 
 def blocks(contexts: Sequence[Context], scored: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    """Group the losses, `(scored,)` for each context, by document; if documents are few, by window, or in blocks of
-    windows.
+    """Group the losses, `(scored,)` for each context, by document. With few documents, group them by window, or in
+    blocks of windows.
     """
     by_document: dict[str, list[torch.Tensor]] = {}
     for context, losses in zip(contexts, scored, strict=True):

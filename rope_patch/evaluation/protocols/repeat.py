@@ -25,14 +25,14 @@ class Repeat(Protocol):
 
         x[0], ..., x[31], P, x[p + 32], ..., x[n], P      P = x[32], ..., x[p + 31], p = T + 32
 
-    At every length the passage and the last tokens before its copy are the same; shorter contexts leave out what
-    follows the passage. Beyond L the passage ends more than L tokens before the first scored prediction, so whoever
-    reads L tokens cannot copy it. Two controls under the plain checkpoint show what copying is worth: `near` has the
-    passage inside L, and `cut` reads the last L tokens. If neither `near` nor a scheme beats `cut`, the checkpoint
-    cannot copy, and no row means anything.
+    At every length the passage and the last tokens before its copy are the same; shorter contexts leave out text after
+    the passage. Beyond L the passage ends more than L tokens before the first scored prediction, so a model that reads
+    L tokens cannot copy it. Two controls under the plain checkpoint show the gain from copying: `near` has the passage
+    inside L, and `cut` reads the last L tokens. If neither `near` nor a scheme beats `cut`, the checkpoint cannot copy,
+    and the rows mean nothing.
 
     Raises:
-        EvaluationError: a length has no room for passage and copy, or only for a distance of less than L.
+        EvaluationError: a length has no room for passage and copy, or leaves less than L between them.
     """
 
     protocol = "repeat"

@@ -1,4 +1,4 @@
-"""Protocols that score whole documents, in windows that slide or adjoin."""
+"""Protocols that score whole documents, in sliding or adjacent windows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sliding(Protocol):
     document, and replaces x[kS] at the start of every later window.
 
     Source: Chen et al., 2306.15595 (PI), who follow Press et al.; their stride of 256 is also the default of YaRN's
-    script. PI's treatment of document ends is unknown to us.
+    script. How PI treats document ends is unknown.
     """
 
     protocol = "sliding"
@@ -61,7 +61,7 @@ class Disjoint(Sliding):
     """Score adjacent windows of l tokens: the stride is l. A shorter last window is scored, too.
 
     Source: Press et al., 2108.12409 (ALiBi), nonoverlapping inference. In the rolling windows of lm-evaluation-harness
-    (0.4.13) only the first has a prefix, and the last one is filled with earlier tokens.
+    (0.4.13) only the first window has a prefix, and the last window is filled with earlier tokens.
     """
 
     protocol = "disjoint"
@@ -84,8 +84,8 @@ class YarnCompat(Sliding):
     except on the last `end - previous end` tokens, and the shifted loss is the mean of a window. So a window of l
     inputs scores at most l - 1 tokens, and without a start token never its first one.
 
-    Two details are ours: sums are float64 instead of the dtype of the loss, and without a start token a window with
-    only its first token new (possible if S = l) is skipped; the script's mean becomes NaN there.
+    Two details differ: sums are float64 instead of the dtype of the loss, and without a start token a window with only
+    its first token new (possible if S = l) is skipped; the script's mean becomes NaN there.
     """
 
     protocol = "yarn_compat"
@@ -119,7 +119,7 @@ class YarnCompat(Sliding):
 class YarnTruncate(YarnCompat):
     """Score as YaRN's script does with `--truncate`: the first l tokens of every document, in one window.
 
-    The stride is ignored. Every length scores other tokens, so a falling curve alone means little. The published
+    The stride is ignored. Every length scores different tokens, so a falling curve alone means little. The published
     figures use this protocol (`eval.sh` of the same repository: Proof-pile, ten documents of at least 131072 tokens).
     """
 

@@ -1,4 +1,5 @@
-"""The passkey task: five digits are hidden in pages of "The grass is green", and the question at the end asks for them.
+"""The passkey task: five digits are hidden in pages of "The grass is green", and the question at the end asks for the
+digits.
 
 Source: Mohtashami & Jaggi 2023, "Landmark Attention", arXiv 2305.16300, and their `llama/run_test.py`, which has these
 texts; five random digits as in Chen et al. 2023, "Position Interpolation", arXiv 2306.15595, figure 3.
@@ -32,14 +33,14 @@ NEW_TOKENS = 7  # tokens of an answer: a space, five digits, and one more that s
 
 
 class Passkey(Retrieval):
-    """The passkey task: it draws a new key for each length, depth and trial.
+    """The passkey task, with a new key for each length, depth and trial.
 
     A prompt and its answer are as long as whole sentences of filler allow. Five digits cannot be guessed without the
     key, so there is no control.
 
     Args:
-        tokenizer: of the model.
-        settings: of `Retrieval`.
+        tokenizer: tokenizer of the model.
+        settings: arguments of `Retrieval`.
     """
 
     name = "passkey"

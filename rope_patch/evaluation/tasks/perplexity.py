@@ -34,7 +34,8 @@ class Perplexity(Settings, Task):
         """Check the settings, without a model, tokenizer or corpus.
 
         Raises:
-            EvaluationError: lengths, protocol or one of its settings are not allowed; the message names what is.
+            EvaluationError: the lengths, the protocol or one of its settings are not allowed; the message names the
+                allowed values.
         """
         check_lengths(lengths)
         if self.protocol not in ("auto", *PROTOCOLS):
@@ -57,9 +58,7 @@ class Perplexity(Settings, Task):
             check_targets(self.targets, lengths)
 
     def references(self, wanted: bool = True) -> Sequence[str]:
-        """The lines that a table of this protocol compares schemes with; if not `wanted`, only those that it cannot do
-        without.
-        """
+        """The reference lines in a table of this protocol; if not `wanted`, only the lines that the table requires."""
         kind = PROTOCOLS.get(self.protocol, Last)
         return kind.references if wanted else kind.needed
 
@@ -67,7 +66,8 @@ class Perplexity(Settings, Task):
         """Build the requested protocol, or the choice of `auto`, with the windows that all lengths and schemes share.
 
         Raises:
-            EvaluationError: it does not fit this model, or its settings do not fit the lengths or the tokenizer.
+            EvaluationError: the protocol does not fit this model, or its settings do not fit the lengths or the
+                tokenizer.
         """
         self.check(lengths)
         two_parts = model.language_model.config.is_encoder_decoder

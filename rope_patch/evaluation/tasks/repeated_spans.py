@@ -1,7 +1,8 @@
-"""Repeated spans: a span from another text is inserted at some depth, its beginning is repeated, the model continues.
+"""Repeated spans: a span from another text is inserted at some depth, its beginning is repeated at the end, and the
+model continues it.
 
 A synthetic task for checkpoints that are too small for the passkey: it needs no English words and no instruction, only
-induction, within the texts that the checkpoint knows.
+induction, within texts that the checkpoint knows.
 
 prompt      filler[:place] + span + filler[place:] + span[:cue], then the rest of the span, token by token
 right       whether each token of span[cue:] is the likeliest, given all tokens before it
@@ -31,11 +32,11 @@ class RepeatedSpans(Retrieval):
 
     Args:
         corpus: rows with `name` and `text`, at least two of them with `longest` tokens, the longest length.
-        span: tokens of a span.
-        settings: of `Retrieval`.
+        span: number of tokens in a span.
+        settings: arguments of `Retrieval`.
 
     Raises:
-        EvaluationError: the span is too short for a cue, or there are too few or too short texts.
+        EvaluationError: the span is too short for a cue, or there are too few texts, or they are too short.
     """
 
     name = "spans"

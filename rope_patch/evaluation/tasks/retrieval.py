@@ -1,4 +1,4 @@
-"""The base of retrieval tasks: a passage is hidden at a depth of the context, and asked for at its end."""
+"""The base of retrieval tasks: a passage is hidden at a depth of the context, and a question at the end asks for it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_depths(depths: Sequence[float]) -> None:
     """Check that depths are ascending shares of the context.
 
     Raises:
-        EvaluationError: they are not.
+        EvaluationError: the depths are not ascending shares.
     """
     if not depths or not all(0 <= depth <= 1 for depth in depths) or list(depths) != sorted(set(depths)):
         shown = ", ".join(f"{depth:g}" for depth in depths)

@@ -1,7 +1,7 @@
 """Four tasks of RULER that need no download: a needle in noise, chains of variables, common words, frequent words.
 
 Source: Hsieh et al. 2024, "RULER", arXiv 2404.06654, and github.com/NVIDIA/RULER at c3f5e3b, which has these texts. The
-same seed draws the same prompts there and here.
+same seed draws the same prompts as RULER's code.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Ruler(Task):
     longest answer.
 
     Args:
-        tasks: of `NEW_TOKENS`; a cell for each.
-        samples: questions of each task at each length.
+        tasks: names from `NEW_TOKENS`; each task is a cell.
+        samples: number of questions of each task at each length.
         chat: put the question into the tokenizer's chat template; its answer begins with the prefix.
 
     Raises:
@@ -175,7 +175,7 @@ Draw = Callable[[], Sample]  # draws the next sample of a task
 
 @dataclass
 class _Draws:
-    """Random generators of a task, and the search for the number of pieces that fit, with draws of the same
+    """Random generators of a task, and the search for the number of pieces that fit, which draws from the same
     generators.
     """
 
@@ -197,9 +197,9 @@ class _Draws:
         """Search for the largest number of pieces, from `step` to `upper`, whose prompt fits, by bisection.
 
         Args:
-            upper: default a bound from the length of a short prompt within `room`, or within all of the length.
-            room: default that of a prompt.
-            spent: tokens in front of it.
+            upper: default a bound from the length of a short prompt within `room`, or within the whole length.
+            room: the tokens that may be used; default the room of a prompt.
+            spent: the tokens in front of the prompt.
         """
         upper = upper or max(int((room or self.length) / (self.ruler.count(make(step)) / step) * 3), 2 * step)
         falling = range(upper, step - 1, -1)  # bisected as RULER does, so that the draws are the same
@@ -210,11 +210,11 @@ class _Draws:
         """Draw a sample of `pieces` pieces, and reduce it by `step` until it fits.
 
         Args:
-            room: default that of a prompt.
+            room: the tokens that may be used; default the room of a prompt.
             least: minimum number of pieces; default a step.
 
         Raises:
-            EvaluationError: the shortest is too long.
+            EvaluationError: the shortest sample is too long.
         """
         room, least = room or self.room, least or step
         pieces = max(pieces, least)

@@ -1,6 +1,6 @@
-"""A task of measurement: the cells at a length, the score of an item, and the row that follows from the scores.
+"""A measurement task: the cells at a length, the score of an item, and the row that follows from the scores.
 
-A task of your own is one class in one file; `docs/how-to/own-task.md` writes one.
+Your own task is one class in one file; `docs/how-to/own-task.md` shows how.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rope_patch.models.head import find_language_model
 
 @dataclass(frozen=True)
 class Cell:
-    """The items that are scored in one go under a scheme: for one row, or for several that one pass fills.
+    """The items that are scored together under a scheme: for one row, or for several rows that one pass fills.
 
     Attributes:
         rows: the fields of `Row` that each row has before it is scored; the ones of `row.KEY` identify it, such as
             `prompts`, the fingerprint of the questions.
-        items: each is scored alone, and several processes divide them. An item that several cells of a length share is
-            scored once under each scheme.
-        title: follows the scheme and the length where progress is shown, such as `, depth 0.5`.
-        same_as: with these fields changed, a row that was measured before has the scores of these rows.
+        items: the items; each is scored alone, and several processes divide them. An item that several cells of a
+            length share is scored once under each scheme.
+        title: text after the scheme and the length in the display of progress, such as `, depth 0.5`.
+        same_as: fields; if an earlier row differs from these rows only in them, it has the same scores.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -44,9 +44,10 @@ class Task:
     """A measurement of a model under schemes. Override `name`, `cells` and `score`; the others have defaults.
 
     Attributes:
-        name: `Row.task`, unless a cell names another.
-        what: of which `Row.score` is a share, in titles.
-        one_pass: the pass at the longest length fills the rows of all, so no scheme may depend on the length.
+        name: `Row.task`, unless a cell names another task.
+        what: the noun in titles whose share `Row.score` gives.
+        one_pass: whether the pass at the longest length fills the rows of all lengths, so that no scheme may depend on
+            the length.
     """
 
     name: ClassVar[str]
@@ -67,13 +68,11 @@ class Task:
         raise EvaluationError(f"{line!r} is a line of perplexity alone; task {self.name!r} has no such control")
 
     def score(self, model: nn.Module, item: Any) -> Any:
-        """Score the model on one item of a cell: a number from 0 to 1, or a value that `row` reads. It is on the
-        CPU.
-        """
+        """Score the model on one item of a cell: a number from 0 to 1, or a value on the CPU that `row` reads."""
         raise NotImplementedError
 
     def row(self, fields: dict[str, Any], items: Sequence[Any], scores: Sequence[Any]) -> dict[str, Any]:
-        """The further fields of `Row`, from the scores of all items; `fields` are the known ones."""
+        """The remaining fields of `Row`, from the scores of all items; `fields` are the known fields."""
         return {"scores": list(scores), "score": statistics.fmean(scores), "error": standard_error(scores)}
 
     def size(self, item: Any) -> int:
@@ -85,10 +84,10 @@ class Task:
         return lengths
 
     def resolve(self, model: MeasuredModel, lengths: Sequence[int]) -> Task:
-        """Fill in what depends on this model and these lengths, before anything slow.
+        """Fill in the settings that depend on this model and these lengths, before any slow step.
 
         Raises:
-            EvaluationError: it does not fit them.
+            EvaluationError: the task does not fit the model or the lengths.
         """
         if model.language_model.config.is_encoder_decoder:
             kind = type(model.language_model).__name__
@@ -108,7 +107,7 @@ def greedy(model: nn.Module, tokenizer: Any, tokens: torch.Tensor, new_tokens: i
 
     Args:
         new_tokens: the maximum length of a continuation.
-        settings: of `generate`, such as `stopping_criteria`.
+        settings: arguments of `generate`, such as `stopping_criteria`.
     """
     language_model = find_language_model(model)
     tokens = tokens.to(language_model.device)

@@ -46,10 +46,10 @@ def register_baichuan() -> None:
 
 
 def published_remote_code(module: nn.Module) -> str | None:
-    """Advice for a model that runs the code of 2023 in Baichuan's checkpoint folders.
+    """Advice for a model that runs the code of 2023 in Baichuan's checkpoint folders; None for any other model.
 
-    That code reads positions from its own tables, outside the attention interface of Transformers, so no scheme can be
-    mounted on it, whether it is all of `module` or a part. None for any other model.
+    That code reads positions from its own tables, outside the attention interface of Transformers. So no scheme can be
+    mounted on it, whether it is all of `module` or a part.
     """
     for part in module.modules():
         cls = type(part)

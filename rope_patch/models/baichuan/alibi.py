@@ -37,10 +37,10 @@ def alibi_attention_forward(
     """Attention with ALiBi: softmax(q k^T scaling - slope_h (m - n)) v.
 
     Args:
-        attention_mask: as Transformers builds it for `eager`, `sdpa` or flash attention.
-        position_ids: of the queries; default by slot.
+        attention_mask: a mask as Transformers builds it for `eager`, `sdpa` or flash attention.
+        position_ids: positions of the queries; default by slot.
         start: slot of the first query among the keys.
-        positions: of cached keys and queries, as `known_positions` found them; default counted back from the queries.
+        positions: positions of cached keys and queries, from `known_positions`; default counted back from the queries.
 
     Shape:
         query, key and value `(batch, heads, q_len or kv_len, head_dim)`; returns `(batch, q_len, heads, head_dim)`, and

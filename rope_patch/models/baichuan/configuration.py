@@ -114,6 +114,6 @@ class BaichuanConfig(PreTrainedConfig):
         return self.vocab_size == _NORM_HEAD_VOCABULARY
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a dict of all fields, without those that published configs lack while they have their default."""
+        """Convert to a dict, without fields that published configs lack if they have their default."""
         fields = super().to_dict().items()
         return {name: value for name, value in fields if name not in _LEFT_OUT or value != _LEFT_OUT[name]}

@@ -148,7 +148,7 @@ def _forward_instead_of_tables(hidden_states: torch.Tensor, position_ids: torch.
 class NormHead(nn.Linear):
     """A head with normalised rows: logits = h . w / |w| for every row w of the weight, which itself never changes.
 
-    The published code normalises the weight in training, and overwrites it with the normalised one in evaluation.
+    The published code normalises the weight in training, and overwrites it with the normalised weight in evaluation.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -43,9 +43,9 @@ class BaichuanTokenizer(SentencePieceBackend):
         unk_token, bos_token, eos_token: special tokens.
         pad_token: default the unknown token, which is id 0.
         add_bos_token, add_eos_token: whether `encode` puts bos before, and eos after each text.
-        chat_template: default that of the folder's generation. Baichuan 2 is recognised by its head if the folder has a
-            `config.json`, else by the size of the vocabulary.
-        **kwargs: for the tokenizers of Transformers.
+        chat_template: default the template of the folder's generation. Baichuan 2 is recognised by its head if the
+            folder has a `config.json`, else by the size of the vocabulary.
+        **kwargs: arguments for the tokenizers of Transformers.
     """
 
     vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012  # as in every Transformers tokenizer

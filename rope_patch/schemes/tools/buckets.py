@@ -13,14 +13,15 @@ def relative_buckets(
     """Map the distance n - m to its bucket, an integer below `num_buckets`.
 
     Half of the buckets of a direction hold single distances, the other half hold distances up to `max_distance` at
-    equal steps of the logarithm; the last one also holds all farther distances. The order of operations is that of
+    equal steps of the logarithm; the last one also holds all farther distances. The order of operations matches
     Transformers, so that bucket edges fall on the same distances.
 
     Args:
         relative_position: n - m, integer, of any shape.
-        bidirectional: give each direction half of the buckets; otherwise keys after the query fall into the first.
-        num_buckets: of both directions together.
-        max_distance: in tokens.
+        bidirectional: give each direction half of the buckets; otherwise keys after the query fall into the first
+            bucket.
+        num_buckets: number of buckets of both directions together.
+        max_distance: distance in tokens from which all distances share the last bucket.
 
     Source:
         T5, 1910.10683, section 2.1, and the authors' code (mesh_tensorflow).
@@ -44,12 +45,12 @@ def signed_log_buckets(distance: torch.Tensor, num_buckets: int, max_distance: i
     beyond.
 
     Bucket `num_buckets - 1` ends at the distance `max_distance - 1`. Farther distances get higher buckets; the caller
-    clips them. The order of operations is that of the released code, so that edges fall on the same distances.
+    clips them. The order of operations matches the released code, so that edges fall on the same distances.
 
     Args:
         distance: m - n, integer, of any shape.
-        num_buckets: of one direction.
-        max_distance: in tokens, above half of `num_buckets`.
+        num_buckets: number of buckets of one direction.
+        max_distance: the distance in tokens after which the caller clips, above half of `num_buckets`.
 
     Source:
         DeBERTaV3, 2111.09543, and the authors' code (`make_log_bucket_position`).

@@ -131,7 +131,7 @@ class PerPair:
     """A map phi_g for each group g of pairs of dimensions: phi_p(m) = phi_g(m) for every pair p in the group.
 
     Attributes:
-        maps: one for each group, from the fastest pairs to the slowest; none has a pair axis itself.
+        maps: one map for each group, from the fastest pairs to the slowest; none of them has a pair axis.
         sizes: number of pairs in each group, d/2 together.
     """
 

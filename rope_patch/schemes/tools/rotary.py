@@ -10,8 +10,8 @@ import torch
 def inverse_frequencies(dim: int, base: float | torch.Tensor) -> torch.Tensor:
     """The frequencies theta_i = b^(-2i/d), float32, `(d/2,)`; `(batch, d/2)` for a `base` of shape `(batch, 1)`.
 
-    The order of operations is that of Transformers, so the tables are identical bit for bit.
-    Source: RoFormer, 2104.09864, section 3.2.2.
+    The order of operations matches Transformers, so the tables are identical bit for bit. Source: RoFormer, 2104.09864,
+    section 3.2.2.
     """
     return 1.0 / periods(dim, base)
 
@@ -33,11 +33,11 @@ def rotation_tables(
 
     Args:
         positions: `(batch, length)`, or `(batch, heads, length)` if heads differ, integer or fractional; with d/2 as an
-            additional last axis if they are `by_pair`.
+            additional last axis if `by_pair` is true.
         inv_freq: `(d/2,)` or `(batch, d/2)`; `(1, heads, d/2)` if heads differ, `(batch, 1, length, d/2)` if tokens do.
-        attention_scaling: number, or `(batch, 1)`.
-        dtype: of the returned tables; angles are computed in float32, as Transformers does.
-        by_pair: whether every pair of dimensions has positions of its own, as a map with `pairs` returns them.
+        attention_scaling: factor on cos and sin, a number or `(batch, 1)`.
+        dtype: dtype of the returned tables; angles are computed in float32, as Transformers does.
+        by_pair: whether every pair of dimensions has its own positions, as a map with `pairs` returns them.
 
     Returns:
         cos and sin, each `(batch, heads or 1, length, d/2)`.
@@ -62,7 +62,7 @@ class RotaryLayout:
 
     Attributes:
         first, second: indices of the two dimensions of each pair, ordered by frequency index.
-        halves: the same two, as slices where possible: halves in Llama, neighbours in GPT-J and Cohere.
+        halves: both index lists, as slices where possible: halves in Llama, neighbours in GPT-J and Cohere.
         in_halves: whether the first dimensions are followed by the second ones, from dimension 0 on, as in Llama.
     """
 
@@ -96,7 +96,9 @@ class RotaryLayout:
         return rotated
 
     def wide(self, cos: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """Expand cos from pairs, `(..., d/2)`, to dimensions, `(..., head_dim)`, with 1 where nothing rotates."""
+        """Expand cos from pairs, `(..., d/2)`, to dimensions, `(..., head_dim)`, with 1 for dimensions that do not
+        rotate.
+        """
         if self.fills(head_dim):  # in one operator
             return torch.cat([cos, cos], dim=-1)
         cosines = cos.new_ones(*cos.shape[:-1], head_dim)
@@ -152,7 +154,9 @@ class RotaryLayout:
 
 
 def _dimensions(x: torch.Tensor, some: slice | list[int]) -> torch.Tensor:
-    """Select some dimensions of states, `(..., dims)`; a contiguous run as a view, in half the time of an index."""
+    """Select some dimensions of states, `(..., dims)`. A contiguous run is a view, which takes half the time of
+    indexing.
+    """
     if isinstance(some, slice) and some.step == 1:
         return x.narrow(-1, some.start, some.stop - some.start)
     return x[..., some]

@@ -16,7 +16,7 @@ def sinusoidal_rows(
         positions: `(..., length)`, also fractional or negative.
         dim: d.
         base: b.
-        layout: `"interleaved"`, alternating sine and cosine, as in the paper; or `"split"`, all sines before all
+        layout: `"interleaved"` alternates sine and cosine, as in the paper; `"split"` puts all sines before all
             cosines, as in most released code.
 
     Returns:

@@ -16,7 +16,7 @@ def require_room(scheme: str, make: Callable[[], Iterable[torch.Tensor]]) -> Non
     """Check the size of the tables, of any shape, that `make` returns, before they are allocated.
 
     Raises:
-        InvalidField: they would hold more than `MOST_NUMBERS`.
+        InvalidField: the tables would hold more than `MOST_NUMBERS` numbers.
     """
     try:
         with torch.device("meta"):  # shapes without memory
@@ -48,7 +48,7 @@ def require_positions(positions: torch.Tensor, rows: int, scheme: str) -> None:
     values.
 
     Raises:
-        UnsupportedPositions: names the first position without a row, and the number of rows.
+        UnsupportedPositions: a position has no row; the message names the first such position and the number of rows.
     """
     if traced():
         return
