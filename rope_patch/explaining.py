@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 
 from rope_patch.attention.engine import rows_for
-from rope_patch.attention.problem import Problem
+from rope_patch.attention.problem import AttentionMode, Problem
 from rope_patch.attention.table import explained
 from rope_patch.description import Description, Rows
 from rope_patch.errors import InvalidField, NotPatched, UnsupportedModel, counted
@@ -28,6 +28,7 @@ class Account:
 
     Attributes:
         taken: the name of the executor, or of the model's own attention.
+        kernel: the name of the kernel that scores the pieces, and why faster ones do not; empty if there is no choice.
         pieces: the number of pieces that the executor scored; 0 if it repeats the plan of another layer, or does not
             belong to this library.
         others: the name of every other executor, and the reason why it was not taken.
@@ -36,6 +37,7 @@ class Account:
 
     taken: str
     pieces: int = 0
+    kernel: str = ""
     others: tuple[tuple[str, str], ...] = ()
     refusal: str = ""
 
@@ -46,8 +48,8 @@ class Account:
             return f"refused: {self.refusal}"
         if self.pieces:
             return f"{self.taken}: {counted(self.pieces, 'piece')}"
-        if self.taken == "joined":
-            return "joined: repeats the plan of an earlier layer"
+        if self.taken in get_args(AttentionMode):
+            return f"{self.taken}: repeats the plan of an earlier layer"
         return f"{self.taken}: the attention that the model had before the patch"
 
 
@@ -136,9 +138,8 @@ def _account(problem: Problem) -> Account:
     except UnsupportedModel as error:
         return Account("", refusal=str(error))
     taken = next(executor for executor, reason in asked if not reason)
-    return Account(
-        taken.name, taken.pieces(problem), tuple((executor.name, reason) for executor, reason in asked if reason)
-    )
+    others = tuple((executor.name, reason) for executor, reason in asked if reason)
+    return Account(taken.name, taken.pieces(problem), taken.kernel(problem), others)
 
 
 def _keeps_cache(model: nn.Module) -> bool:
@@ -166,6 +167,8 @@ def _rows(situation: str, handles: tuple[PatchHandle, ...], accounts: Accounts) 
         together.setdefault(account, []).append(index)
     for account, indices in together.items():
         rows.append((_listed(indices), account.how))
+        if account.kernel:
+            rows.append(("  kernel", account.kernel))
         rows += [(f"  not {name}", reason) for name, reason in account.others]
     for handle in handles:
         for stack, plan in handle.mounted:

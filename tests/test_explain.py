@@ -6,11 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import rope_patch
 from rope_patch import InvalidField, NotPatched, UnsupportedModel, explain, patch
 from rope_patch.attention import engine, paths
+from rope_patch.attention.table import choose
 from rope_patch.cli import main
+from rope_patch.patching import find_handles
 from tests.executors import executors_of
 from tests.families import build
 from tests.models.t5_families import build as build_t5
@@ -33,9 +36,9 @@ def taken(rows):
 
 EXPECTED = {
     # prefill, compiled, decoded token, compiled, training step; products are a matter of the processor
-    "rerope:window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"joined"}, {"merged"}),
-    "self_extend:group_size=4,window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"joined"}, {"merged"}),
-    "alibi": ({"merged"}, {"graph"}, {"joined"}, {"joined"}, {"merged"}),
+    "rerope:window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"traced"}, {"merged"}),
+    "self_extend:group_size=4,window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"traced"}, {"merged"}),
+    "alibi": ({"merged"}, {"graph"}, {"joined"}, {"traced"}, {"merged"}),
     "xpos": ({"merged", "products"}, {"graph"}, {"joined"}, {"graph"}, {"merged"}),
     "rope+shaw": ({"chunked"},) * 5,
     "logn": ({"sdpa"},) * 5,
@@ -126,6 +129,27 @@ def test_an_unpatched_model_has_nothing_to_explain():
         explain(build("llama"), ids())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [
+        (torch.float32, "flash on the CPU"),
+        (torch.float64, "plain products; not flash on the CPU: it does not take torch.float64"),
+    ],
+)
+def test_it_names_the_kernel_of_a_piece(dtype, kernel):
+    model = build("llama").to(dtype)
+    patch(model, "rerope:window=16", attention="merged")
+    found = situations(explain(model, ids()))
+    assert {dict(found[name])["  kernel"] for name in ("prefill", "training step")} == {kernel}
+
+
+def test_it_names_the_kernel_of_a_token_in_half_precision():
+    model = build("llama").bfloat16()
+    patch(model, "rerope:window=16")
+    rows = dict(situations(explain(model, ids()))["decoded token"])
+    assert (rows["layer 0"], rows["  kernel"]) == ("joined: 2 pieces", "flash on the CPU")
+
+
 # --- forcing one ---
 
 
@@ -159,6 +183,8 @@ def test_a_forced_executor_is_run_and_equals_the_definition(name, spec):
         ("rerope:window=16", "graph", "compiled models"),
         ("alibi", "products", "round the bias"),
         ("rerope:window=16", "intervals", "for GPUs"),
+        ("rerope:window=16", "one_call", "not on a GPU"),
+        ("rerope:window=16", "traced", "not compiled"),
     ],
 )
 def test_an_executor_that_does_not_apply_is_refused_with_its_reason(spec, name, reason):
@@ -167,6 +193,21 @@ def test_an_executor_that_does_not_apply_is_refused_with_its_reason(spec, name, 
     refusal = rf"attention='{name}' cannot compute this call: {name}: .*{reason}"
     with torch.no_grad(), pytest.raises(UnsupportedModel, match=refusal):
         model(ids())
+
+
+@pytest.mark.parametrize("word", ["joined", "segmented"])
+def test_words_for_pieces_side_by_side_also_take_a_compiled_token(word):
+    model = build("llama")
+    patch(model, "rerope:window=16", attention=word)
+    told = []
+    states = [state for handle in find_handles(model) for state in handle.layer_states]
+    for state in states:
+        state.watch = lambda name, problem: told.append(problem)
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids(length=40)[:, :1], past_key_values=cache)
+    problem = dataclasses.replace(told[0], compiling=True)
+    assert choose(engine.rows_for(problem), problem).name == "traced"
 
 
 def test_the_environment_forces_one_where_nothing_is_said(monkeypatch):

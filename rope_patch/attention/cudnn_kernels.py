@@ -42,6 +42,7 @@ class CuDNN(FlashCUDA):
             and 0.56 of it at 4,096.
     """
 
+    name = "cuDNN"
     least: float = 2**37
     narrowest: int = 2**11
     whole = True
@@ -120,6 +121,7 @@ class CuDNNWindows(CuDNN):
             the host longer, about 0.1 ms.
     """
 
+    name = "cuDNN with windows"
     least: float = 2**36
     narrowest: int = 0
 
@@ -156,6 +158,8 @@ class FlashWithoutWindows(FlashCUDA):
     (`torch/nn/attention/_fa4.py`). Gradients of a band come from squares, or from products where its last key is not
     that of its last query.
     """
+
+    name = "flash without windows"
 
     def backward(self, work: Work, merged: Merged) -> Tensors:
         if work.tile.kind != "band":

@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.attention import paths
 from rope_patch.attention.cudnn_kernels import CuDNNWindows
-from rope_patch.attention.executors import decayed, flex, fused, graph, intervals, joined, merged
+from rope_patch.attention.executors import decayed, flex, fused, graph, intervals, joined, merged, one_call, traced
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Row, choose
@@ -56,7 +56,7 @@ def _without_flash(problem: Problem) -> str:
     products hold all scores in memory. One token has few, and the fused kernel would compile anew whenever the number
     of slots is a multiple of 16.
     """
-    suits = problem.q_length == 1 or problem.compiling or _is_flash(problem)
+    suits = problem.q_length == 1 or _is_flash(problem)
     return "" if suits else "flash does not compute these states, and products of several tokens hold all scores"
 
 
@@ -96,9 +96,14 @@ _AROUND = (
     Row(graph.EXECUTOR, modes=_WITHIN),
     Row(decayed.EXECUTOR, modes=("oracle", "reference", *_WITHIN)),
 )
+_ONE_QUERY = (
+    Row(one_call.EXECUTOR, modes=("segmented", "joined")),
+    Row(traced.EXECUTOR, modes=("segmented", "joined")),
+)
 ROWS = (
     Row(fused.EXECUTOR, by_name=True),
     Row(flex.EXECUTOR, by_name=True),
+    *_ONE_QUERY,
     Row(joined.EXECUTOR, modes=("segmented",)),
     *_AROUND,
     Row(intervals.EXECUTOR, by_name=True),
@@ -108,6 +113,7 @@ ROWS = (
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "cuda": (
+        *_ONE_QUERY,
         Row(joined.EXECUTOR, _without_flash),
         Row(fused.EXECUTOR, _with_flash),
         # takes what the fused kernel refuses, until a GPU measurement says which of the two is faster under a term

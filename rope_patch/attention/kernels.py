@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 from torch.nn.attention import current_flash_attention_impl
@@ -15,25 +16,46 @@ from rope_patch.attention.trials import Comparisons, Trial
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel:
-    """The fastest correct kernel for a `query` and a `value` of these shapes and dtypes; `masked` if tiles will have
-    masks.
+    """The fastest correct kernel for a `query` and a `value`, `(batch, heads or kv_heads, length, dim)`; `masked` if
+    tiles will have masks.
     """
-    half = query.dtype in HALF
-    if query.device.type == "cpu" and (half or query.dtype == torch.float32):
-        return FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads())
-    head_dim = query.shape[-1]
-    fits = half and not masked and head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
-    if query.device.type != "cuda" or not fits:
-        return Dense()
-    case, implementation = (query.device, query.dtype, head_dim), current_flash_attention_impl()
-    flash = FlashCUDA(implementation)
-    if not objection(flash, *case):
+    return next(kernel for kernel, why in candidates(query, value, masked) if not why)
+
+
+def candidates(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Iterator[tuple[Kernel, str]]:
+    """The kernels for queries and values `(batch, heads or kv_heads, length, dim)` in the order in which they are asked,
+    each with the reason why it is not taken; the reason is empty for those that may be.
+    """
+    half, head_dim = query.dtype in HALF, query.shape[-1]
+    if query.device.type == "cpu":
+        why = "" if half or query.dtype == torch.float32 else f"it does not take {query.dtype}"
+        yield FlashCPU(query.shape[0] * query.shape[1], torch.get_num_threads()), why
+    elif query.device.type == "cuda":
+        case, implementation = (query.device, query.dtype, head_dim), current_flash_attention_impl()
+        flash = FlashCUDA(implementation)
+        why = "states are not in half precision" if not half else "tiles have masks" if masked else ""
+        if not why and (head_dim != value.shape[-1] or head_dim % 8 or head_dim > 256):
+            why = f"queries of width {head_dim} and values of width {value.shape[-1]} do not suit it"
+        refused = why or objection(flash, *case)
         for kernel in _of_cudnn():
-            if not objection(kernel().eager, *case):
-                return kernel(implementation)
-        return flash
-    others = () if implementation is None else (FlashWithoutWindows(implementation),)
-    return next((other for other in others if not objection(other, *case)), Dense())
+            yield kernel(implementation), refused or objection(kernel().eager, *case)
+        yield flash, refused
+        if implementation is not None:
+            other = FlashWithoutWindows(implementation)
+            yield other, why or objection(other, *case)
+    yield Dense(), ""
+
+
+def account(query: torch.Tensor, value: torch.Tensor, masked: bool) -> str:
+    """The name of the kernel for queries and values `(batch, heads or kv_heads, length, dim)`, and why faster ones are
+    not taken.
+    """
+    refused: list[str] = []
+    for kernel, why in candidates(query, value, masked):
+        if not why:
+            return "; ".join([kernel.name, *refused])
+        refused.append(f"not {kernel.name}: {why}")
+    raise AssertionError("plain products take all states")
 
 
 def has_flash(like: torch.Tensor, head_dim: int) -> bool:

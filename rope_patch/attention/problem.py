@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from rope_patch.typing import PositionMap
 # fmt: off
 AttentionMode = Literal[
     "auto", "oracle", "chunked", "segmented", "fused",
-    "flex", "reference", "joined", "merged", "products", "block", "graph", "intervals"
+    "flex", "reference", "joined", "one_call", "traced", "merged", "products", "block", "graph", "intervals"
 ]
 # fmt: on
 """The way to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one
@@ -33,6 +33,20 @@ and take another if it does not apply; the names of executors force one."""
 
 Output = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output `(batch, heads, q_len, value_dim)`, and the weights `(batch, heads, q_len, kv_len)` where they were kept."""
+
+
+class TokenPlan(Protocol):
+    """How a few queries behind a cache are scored, without their states: other layers of the forward repeat it."""
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that are scored."""
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, value: torch.Tensor, /) -> torch.Tensor:
+        """The output `(batch, heads, q_len, value_dim)` for the states of one layer: queries `(batch, heads, q_len,
+        head_dim)`, keys and values `(batch, kv_heads, kv_len, dim)`, unrotated as they arrived.
+        """
+
 
 NOT_PRODUCTS = "scores are more than products and a bias by distance: a softcap, sinks, dropout, or a term by content"
 """The reason that executors give which compute only products and biases."""
@@ -94,7 +108,7 @@ class Problem:
         find_spans: finds the spans of a problem, or None; called only where they help. By default layers share them.
         compiling: whether a compiler traces the call, so that values are not known.
         taken: the name of the executor, once it was scored.
-        plan: the `SlotPlan` by which `joined` scored a few queries; None before.
+        plan: the plan by which an executor scored a few queries behind a cache; None before, and where it made none.
     """
 
     branches: tuple[Branch, ...]
@@ -121,7 +135,7 @@ class Problem:
     find_spans: Callable[[Problem], tuple[Span, ...] | None] | None = None
     compiling: bool = field(default_factory=traced)
     taken: str = field(default="", init=False)
-    plan: Any = field(default=None, init=False)
+    plan: TokenPlan | None = field(default=None, init=False)
     _rotated: Problem | None = field(default=None, init=False, repr=False)
     _spans: tuple[Span, ...] | Literal["unknown"] | None = field(default="unknown", init=False, repr=False)
     _fused: Fused | None = field(default=None, init=False, repr=False)

@@ -27,6 +27,7 @@ class Executor:
         supports: why it cannot compute a problem; empty if it can. It reads no value on a device.
         attend: computes it.
         pieces: the number of pieces that it scores a problem in, after `attend`.
+        kernel: the name of the kernel that scores a piece, and why faster ones do not; empty if there is no choice.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Executor:
     supports: Callable[[Problem], str]
     attend: Callable[[Problem], Output]
     pieces: Callable[[Problem], int] = lambda problem: len(problem.rotated.branches)
+    kernel: Callable[[Problem], str] = lambda problem: ""
 
 
 def _never(problem: Problem) -> str:
@@ -68,7 +70,7 @@ class Row:
         if problem.mode != "auto":
             return self.executor.supports(problem)
         if self.by_name:
-            return f"attention={self.executor.name!r} asks for it"
+            return f"it is only taken by its name: attention={self.executor.name!r}"
         (fewest, most), pairs = self.pairs, problem.pairs
         if pairs < fewest:
             return f"the call is small: {pairs} pairs of tokens, and it is faster from {fewest} on"

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
@@ -59,9 +59,11 @@ class Kernel(Protocol):
     backward returns its exact share of the gradients.
 
     Attributes:
+        name: the kernel in a few words.
         whole: whether a region whose bounds move along with the query is one tile, instead of one for each shape.
     """
 
+    name: ClassVar[str]
     whole: bool = False
 
     def batches(self, query: torch.Tensor) -> bool:
@@ -202,6 +204,7 @@ class FlashCPU(Kernel):
         threads: that share the work.
     """
 
+    name = "flash on the CPU"
     heads: int = 1
     threads: int = 1
     rows = 768
@@ -292,6 +295,7 @@ class FlashCUDA(Kernel):
             `FA4`; None for torch's own. Each has a trial of its own.
     """
 
+    name = "flash"
     implementation: str | None = None
 
     def batches(self, query: torch.Tensor) -> bool:
@@ -360,6 +364,7 @@ class Dense(Kernel):
         rows: queries of a tile.
     """
 
+    name = "plain products"
     rows: int = 256
 
     def band_rows(self, width: float) -> int:

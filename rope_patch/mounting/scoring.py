@@ -12,9 +12,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.attention import engine
-from rope_patch.attention.executors.joined import SlotPlan
 from rope_patch.attention.masks import documents_of, holds_groups, keys_seen, read_mask, shows_later_keys
-from rope_patch.attention.problem import AttentionMode, Problem
+from rope_patch.attention.problem import AttentionMode, Problem, TokenPlan
 from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.terms import Content
 from rope_patch.attention.turner import Turner
@@ -170,7 +169,7 @@ def _delegated(
 
 
 def _planned(
-    plan: SlotPlan,
+    plan: TokenPlan,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

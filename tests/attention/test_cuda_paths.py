@@ -88,6 +88,11 @@ def test_cudnn_is_taken_only_where_it_agrees(monkeypatch):
         monkeypatch.setattr(kernels, "_of_cudnn", lambda: of_cudnn)
         monkeypatch.setattr(kernels, "objection", lambda kernel, *_, wrong=wrong: type(kernel) in wrong)
         assert type(kernels.kernel_for(states, states, masked=False)) is kind
+    monkeypatch.setattr(kernels, "objection", lambda kernel, *_: "" if type(kernel) is FlashCUDA else "it differed")
+    assert kernels.account(states, states, masked=False) == "flash; " + "; ".join(
+        f"not {name}: it differed" for name in ("cuDNN with windows", "cuDNN")
+    )
+    assert kernels.account(states, states, masked=True).endswith("not flash: tiles have masks")
 
 
 PLAIN = (ALL_PAIRS,)

@@ -30,7 +30,7 @@ FORCED = get_args(AttentionMode)
 INSIDE = {"graph", "decayed"}
 """Executors that ask the table again, under the same name."""
 
-ELSEWHERE = {"fused", "intervals", "products"}
+ELSEWHERE = {"fused", "intervals", "one_call", "products"}
 """Executors that need a GPU, or instructions that not every processor has."""
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}

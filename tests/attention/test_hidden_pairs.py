@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import Scheme, patch
-from rope_patch.attention import engine
+from rope_patch.attention import behind_cache, engine
 from rope_patch.attention.bias import DiagonalTerm
-from rope_patch.attention.executors import chunked, joined, traced
+from rope_patch.attention.executors import chunked, traced
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Problem
 from rope_patch.attention.terms import DistanceBias
@@ -43,7 +43,7 @@ def far(distance):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(joined, "SMALL", 0)
+    monkeypatch.setattr(behind_cache, "SMALL", 0)
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
     monkeypatch.setattr(Dense, "rows", 5)
     monkeypatch.setattr(DiagonalTerm, "rows", 16)
@@ -127,7 +127,7 @@ def test_one_query_in_a_graph(bias, length, dtype):
     inputs = dataclasses.replace(
         inputs, query_positions=torch.tensor([[length - 1]]), query_start=torch.tensor(length - 1), mask=seen
     )
-    found = traced.attend(whole(inputs, *states[:2]))
+    found = traced.attend(whole(inputs, *states[:2]))[0]
     assert found.dtype == dtype
     term, exists = bias(length - 1 - torch.arange(LENGTH))[:, None], torch.arange(LENGTH) < length
     expected = formula([x.double() for x in states], term, seen & exists)
@@ -162,7 +162,7 @@ def test_a_model_with_a_cache_and_a_chunk_beyond_small_calls():
         model = build("llama")
         patch(model, HeadWindows(), attention=attention)
         batch, mask = left_padded([tokens(1200), tokens(1100, seed=1)])
-        assert joined.SMALL < 500 * 1200
+        assert behind_cache.SMALL < 500 * 1200
         cache, positions, logits = DynamicCache(config=model.config), positions_of(mask), []
         for part in (slice(0, 699), slice(699, 1199), slice(1199, 1200)):
             given = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}

@@ -14,7 +14,7 @@ from benchmarks.comparison import Shape
 from benchmarks.launches import operators, per_layer
 from rope_patch import patch
 from rope_patch.attention import kernels
-from rope_patch.attention.executors import joined, one_call
+from rope_patch.attention.executors import one_call
 from rope_patch.attention.pieces import few_queries
 from rope_patch.attention.rotation import EVERY
 from tests.attention import problems
@@ -51,7 +51,7 @@ BUDGETS = {  # kernels beyond those of plain attention, and operators with views
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
     """One entry for each plan of one call, with the keys that it scores apart."""
-    flash, make, found, trial = Flash(windows=True).register(), one_call._made, [], one_call.objection
+    flash, make, found, trial = Flash(windows=True).register(), one_call._made, [], one_call.trial
 
     def noted(*given, **named):
         found.append(make(*given, **named))
@@ -133,15 +133,14 @@ def test_random_calls_are_those_of_the_definition(dtype, monkeypatch):
     count = collections.Counter()
     for drawn in map(problems.draw, range(120)):
         leaves = drawn.fresh()
-        problem = drawn.problem("joined", leaves=leaves)
-        if joined.supports(problem):
+        problem = drawn.problem("one_call", leaves=leaves)
+        if one_call.supports(problem):
             continue
-        out = joined.attend(problem)[0]
-        if isinstance(problem.plan, one_call.OneCall):
-            assert out.isfinite().all(), drawn.drawn
-            found, expected = (x.masked_fill(~drawn.kept, 0) for x in (out, defined(drawn, leaves)))
-            assert error_of(found, expected) < TOLERANCES[dtype], drawn.drawn
-            count.update(["terms" if problem.plan.values is not None else "products", drawn.drawn["regions"]])
+        out = one_call.attend(problem)[0]
+        assert out.isfinite().all(), drawn.drawn
+        found, expected = (x.masked_fill(~drawn.kept, 0) for x in (out, defined(drawn, leaves)))
+        assert error_of(found, expected) < TOLERANCES[dtype], drawn.drawn
+        count.update(["terms" if problem.plan.values is not None else "products", drawn.drawn["regions"]])
     assert min(count[kind] for kind in ("terms", "products", "near and far", "grouped", "chunks", "window")) > 2, count
 
 
@@ -192,7 +191,7 @@ def test_a_term_keeps_its_digits_as_dimensions(terms, dtype, digits):
 
 
 def test_a_device_on_which_it_differs_takes_other_kernels(made, monkeypatch):
-    monkeypatch.setattr(one_call, "objection", lambda *case: "it differed")
+    monkeypatch.setattr(one_call, "trial", lambda *case: "it differed")
     assert compared("rerope:window=20", "bfloat16", made) == 0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rope_patch.attention import behind_cache
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm
-from rope_patch.attention.executors import chunked, joined
+from rope_patch.attention.executors import chunked
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
 
 
@@ -19,7 +20,7 @@ def _short_texts_take_the_ways_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> 
     """Tiles, bands and blocks of a few tokens, so that a text of `LENGTH` has several of each. A text of up to 7
     tokens is still scored in one dense block, and so is one of up to 31 under some biases.
     """
-    monkeypatch.setattr(joined, "SMALL", 1000)
+    monkeypatch.setattr(behind_cache, "SMALL", 1000)
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 600)
     for term in (KeyTerm, DiagonalTerm):
         monkeypatch.setattr(term, "rows", 16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rope_patch import RoPE, UnsupportedModel, get_scheme, native_scheme, patch
-from rope_patch.attention.executors import joined
+from rope_patch.attention import behind_cache
 from rope_patch.models.rope_entries import rope_entries
 from tests.cases import ALL
 from tests.families import FOLLOWING, RUN, SCALED, TRAINING_LENGTH, build, config_of
@@ -34,7 +34,7 @@ def test_a_nested_truncate_means_nothing_as_in_transformers():
 
 @pytest.mark.parametrize("family", RUN)
 def test_native_scheme_is_a_no_op_bit_for_bit(model, monkeypatch):
-    monkeypatch.setattr(joined, "SMALL", 2**18)  # in one block, as Baichuan scores its own bias
+    monkeypatch.setattr(behind_cache, "SMALL", 2**18)  # in one block, as Baichuan scores its own bias
     expected = logits(model, tokens(rows=2))
     with patch(model, native_scheme(model)):
         assert torch.equal(logits(model, tokens(rows=2)), expected)

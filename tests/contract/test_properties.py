@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rope_patch import Compose, get_scheme, list_schemes, patch
-from rope_patch.attention.executors import joined
+from rope_patch.attention import behind_cache
 from rope_patch.schemes import scheme_class, scheme_from_dict
 from tests.cases import ALL, CASES, REPRESENTATIVE
 from tests.families import LLAMA_AND_SCALED, RUN, TRAINING_LENGTH, build
@@ -79,7 +79,7 @@ def test_only_absolute_and_length_dependent_schemes_notice_a_shift(model, spec, 
     ids, follows = tokens(TRAINING_LENGTH - 1), follows_the_length(model, spec)
     positions = torch.arange(ids.shape[1])[None]
     for mode, dense in (("auto", 2**18), ("auto", 0), ("oracle", 0)):
-        monkeypatch.setattr(joined, "SMALL", dense)
+        monkeypatch.setattr(behind_cache, "SMALL", dense)
         with patch(model, spec, attention=mode):
             # a multiple of every group size: groups are counted from position zero
             shifted = logits(model, ids, position_ids=positions + 48)

@@ -11,7 +11,8 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 
 from rope_patch import PatchHandle, RopePatchError, UnsupportedModel, errors, get_scheme, patch, unpatch
-from rope_patch.attention.executors import chunked, joined
+from rope_patch.attention import behind_cache
+from rope_patch.attention.executors import chunked
 from rope_patch.patching import find_handle
 from tests.cases import ALL, CASES, COMPOSITIONS
 from tests.families import build
@@ -214,7 +215,7 @@ def test_offloaded_weights_are_fetched(llama, spec, text, tmp_path, how, first):
 def test_offloaded_layers_have_biases_of_their_own(text, monkeypatch):
     """What one layer fetched may be freed before the next layer fetches its own, at the same place in memory."""
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-    monkeypatch.setattr(joined, "SMALL", 16)
+    monkeypatch.setattr(behind_cache, "SMALL", 16)
     model = build(num_hidden_layers=8)
     patch(model, "t5:per_layer=true+logn")
     expected = logits(model, text)

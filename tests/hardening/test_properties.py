@@ -14,7 +14,8 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from rope_patch import RopePatchError, get_scheme, patch
-from rope_patch.attention.executors import chunked, joined
+from rope_patch.attention import behind_cache
+from rope_patch.attention.executors import chunked
 from tests.families import build
 from tests.hardening.exploring import explore
 from tests.hardening.legal import is_cached_exactly, schemes
@@ -39,7 +40,7 @@ def _blocks(part, monkeypatch):
     """In half of the tests tiny texts take the ways that are meant for long ones."""
     if part % 2:
         monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-        monkeypatch.setattr(joined, "SMALL", 16)
+        monkeypatch.setattr(behind_cache, "SMALL", 16)
 
 
 def answered(run: Callable[[], Any]) -> Any:

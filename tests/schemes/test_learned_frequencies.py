@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rope_patch import InvalidField, NotExpressible, export_rope_parameters, get_scheme, patch, plan_mounts
-from rope_patch.attention.executors import chunked, joined
+from rope_patch.attention import behind_cache
+from rope_patch.attention.executors import chunked
 from rope_patch.models.find_stacks import read_stack
 from rope_patch.schemes.slots import ModelShape
 from rope_patch.typing import RotarySpec
@@ -28,7 +29,7 @@ each = pytest.mark.parametrize("spec", SPECS)
 def small_blocks(monkeypatch):
     """Let tiny texts take the ways that are meant for long ones."""
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-    monkeypatch.setattr(joined, "SMALL", 16)
+    monkeypatch.setattr(behind_cache, "SMALL", 16)
 
 
 def learned(model):

@@ -13,8 +13,8 @@ import torch
 from transformers import StaticCache
 
 from rope_patch import Compose, Scheme, describe, get_scheme, patch
-from rope_patch.attention import engine
-from rope_patch.attention.executors import chunked, joined
+from rope_patch.attention import behind_cache, engine
+from rope_patch.attention.executors import chunked
 from rope_patch.description import rotated_distance
 from rope_patch.schemes import Region
 from rope_patch.schemes.base import Source
@@ -110,7 +110,7 @@ def single_step(m, n):
 def _small_blocks(monkeypatch):
     """Let tiny texts take the ways that are meant for long ones."""
     monkeypatch.setattr(chunked, "SCORES_PER_BLOCK", 300)
-    monkeypatch.setattr(joined, "SMALL", 16)
+    monkeypatch.setattr(behind_cache, "SMALL", 16)
 
 
 # --- maps and tables -------------------------------------------------------------------------------------------------

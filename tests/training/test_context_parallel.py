@@ -20,7 +20,8 @@ from transformers import T5Config, T5EncoderModel
 
 import rope_patch
 from rope_patch import get_scheme
-from rope_patch.attention.executors import chunked, joined
+from rope_patch.attention import behind_cache
+from rope_patch.attention.executors import chunked
 from rope_patch.errors import EvaluationError, UnsupportedModel, UnsupportedPositions
 from rope_patch.models import llama as llama_style
 from rope_patch.mounting.parameters import learned_parameters
@@ -128,7 +129,7 @@ def in_group(rank, checks):
     warnings.simplefilter("ignore")
     gc.collect(), gc.freeze()  # whoever looks for the models around a backbone need not walk through all imports
     llama_style.read = remembering(llama_style.read)
-    joined.SMALL, chunked.SCORES_PER_BLOCK = 200, 300  # short texts take the ways of long ones
+    behind_cache.SMALL, chunked.SCORES_PER_BLOCK = 200, 300  # short texts take the ways of long ones
     failed = False
     for check, *arguments in checks:
         try:

@@ -12,28 +12,31 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 
+from rope_patch.attention.behind_cache import (
+    added_to,
+    adds,
+    blind_queries,
+    is_block,
+    objection,
+    place_of,
+    planned_pieces,
+    rows_alike,
+)
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.executors import one_call, traced
-from rope_patch.attention.executors.one_call import OneCall
-from rope_patch.attention.forward import Forward
-from rope_patch.attention.kernels import kernel_for
+from rope_patch.attention.kernels import account, kernel_for
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Piece, Tile, few_queries
-from rope_patch.attention.problem import NOT_PRODUCTS, Output, Problem
+from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.rotation import EVERY, Rotate, narrowed
 from rope_patch.attention.table import Executor
-from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.tile_kernels import Work
 from rope_patch.attention.turner import Turner
-from rope_patch.attention.visibility import Visibility
 from rope_patch.schemes.slots import Region
 
-QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more
-SMALL = 2**18  # or up to this many pairs per row: one dense block is then faster than many tiles
 BLOCK = 2**21  # bytes of keys that are rotated and scored at once, while they are in the processor's cache
 FEW = 8  # up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns
 
@@ -43,57 +46,32 @@ def supports(problem: Problem) -> str:
     cache.
     """
     decay = problem.decay
-    if problem.turner is None:
-        return "its states are rotated already"
-    if problem.scattered:
-        return "keys of the cache have gaps between their positions"
-    if not problem.fits_kernels:
-        return NOT_PRODUCTS
-    if problem.mask is not None and problem.mask.dtype != torch.bool:
-        return "the mask is added to the scores"
-    if problem.differentiable:
-        return "gradients are wanted"
-    if problem.q_length > 1 and (decay is not None or problem.compiling):
-        return "there are several queries" + (", and scores decay" if decay is not None else " in a compiled model")
-    if problem.q_length > 1 and not _is_block(problem, problem.turner.forward):
+    if problem.compiling:
+        return "the graph of a compiled model does not know the length of the cache"
+    if why := objection(problem):
+        return why
+    if problem.q_length > 1 and decay is not None:
+        return "there are several queries, and scores decay"
+    if problem.q_length > 1 and not is_block(problem, cast(Turner, problem.turner).forward):
         return "there are many queries, or they do not follow keys of a cache one by one"
-    if decay is not None and (problem.compiling or problem.by_head):
-        return "scores decay" + (" in a compiled model" if problem.compiling else ", and heads keep different keys")
-    return ""
-
-
-def _is_block(problem: Problem, forward: Forward) -> bool:
-    """Whether several queries at consecutive positions follow keys of a cache."""
-    if not problem.causal:
-        return False
-    few = problem.q_length <= QUERIES or problem.pairs <= SMALL
-    if not few or problem.q_length >= problem.kv_length:
-        return False
-    return forward.shared(_are_consecutive)(problem.query_positions)
-
-
-def _are_consecutive(positions: torch.Tensor) -> bool:
-    return bool((positions.diff(dim=-1) == 1).all())
+    return "scores decay, and heads keep different keys" if decay is not None and problem.by_head else ""
 
 
 def attend(problem: Problem) -> Output:
     """Attention of a few queries, `(batch, heads, q_len, value_dim)`, without gradients. The problem keeps its plan."""
-    if problem.compiling:
-        return traced.attend(problem), None
     query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
     problem.plan = _plan(problem)
     with torch.no_grad():  # results are written into memory, which has no gradient, and none is wanted
         return problem.plan.attend(query, key, problem.value), None
 
 
-def pieces(problem: Problem) -> int:
-    """The number of pieces that a call is scored in."""
-    if problem.plan is None:
-        return len(cast(Turner, problem.turner).regions)
-    return cast(int, problem.plan.pieces)
+def _kernel(problem: Problem) -> str:
+    """The name of the kernel that scores a piece, and why faster ones do not; empty for products."""
+    value = problem.value
+    return "" if _holds_scores(value) else account(value, value, problem.q_length > 1 or adds(problem))
 
 
-EXECUTOR = Executor("joined", "pieces side by side, one softmax", supports, attend, pieces)
+EXECUTOR = Executor("joined", "pieces side by side, one softmax", supports, attend, planned_pieces, _kernel)
 
 
 # --- the plan ---
@@ -290,16 +268,13 @@ def _by_kernel(
 # --- how it is made ---
 
 
-def _plan(problem: Problem) -> SlotPlan | OneCall:
+def _plan(problem: Problem) -> SlotPlan:
     """Plan how a few queries are scored. The plan keeps no states.
 
     Distance is a difference of slots: the positions of keys are counted from the queries.
     """
     turner, query = cast(Turner, problem.turner), cast(torch.Tensor, problem.query)
-    alike = tuple(_rows_alike(problem, turner))
-    if len(alike) == 1 and one_call.suits(problem) and (at_once := _at_once(problem, turner, alike[0][1])) is not None:
-        return at_once
-    by_rows = tuple(_slot_rows(problem, turner, *some) for some in alike)
+    by_rows = tuple(_slot_rows(problem, turner, *some) for some in rows_alike(problem, turner))
     value, scaling = problem.value, problem.scaling
     if not _holds_scores(value):  # products in half precision cannot hold scores, so queries are not scaled either
         return SlotPlan(turner.for_queries(query, value.shape[1])[0], by_rows, scaling)
@@ -307,59 +282,9 @@ def _plan(problem: Problem) -> SlotPlan | OneCall:
     return SlotPlan(rotate, by_rows, left)
 
 
-def _at_once(problem: Problem, turner: Turner, position: int) -> OneCall | None:
-    """The plan for one query, at the same `position` in all rows, by one call of the kernel; None if it has none."""
-    query, forward = cast(torch.Tensor, problem.query), turner.forward
-    places = EVERY, 1, int(problem.query_start), position
-    pieces = tuple(few_queries(turner.regions, *places, lambda number: math.inf))
-    if not one_call.covers(problem, pieces):
-        return None
-    added = tuple(
-        _added(problem, forward, turner.regions[piece.region], query.shape[1], _place(piece), position)
-        for piece in pieces
-    )
-    return one_call.planned(problem, pieces, added, _blind_queries(problem, forward, added))
-
-
 def _slot_rows(problem: Problem, turner: Turner, rows: slice, position: int) -> SlotRows:
     terms = tuple(_terms(problem, turner, rows, position))
-    return SlotRows(rows, terms, _blind_queries(problem, turner.forward, tuple(term.added for term in terms)))
-
-
-def _blind_queries(problem: Problem, forward: Forward, added: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """`SlotRows.blind`, from the terms added to the scores of all pieces."""
-    if problem.bias is None or problem.bias.linear:
-        return None
-    return forward.shared(_blind)(*cast("tuple[torch.Tensor, ...]", added))
-
-
-def _blind(*added: torch.Tensor) -> torch.Tensor:
-    """Compute `SlotRows.blind` from the terms added to scores. It stays a tensor, because reading it would synchronise
-    with the device; the softmax of a blind query may be over nothing but -inf.
-    """
-    largest = functools.reduce(torch.maximum, (x.amax(dim=-1, keepdim=True) for x in added))
-    return largest <= torch.finfo(largest.dtype).min / 2
-
-
-def _rows_alike(problem: Problem, turner: Turner) -> Iterator[tuple[slice, int]]:
-    """Group neighbouring rows whose regions begin at the same slots; yield each group with the position of its first
-    query.
-    """
-    if all(region.translation_invariant for region in turner.regions):
-        yield EVERY, int(problem.query_start)  # any position will do
-        return
-    forward, positions = turner.forward, [int(problem.query_start)]
-    if not forward.counted:
-        positions = forward.shared(_first_positions)(problem.query_positions)
-    start = 0
-    for position, run in itertools.groupby(positions):
-        stop = start + len(list(run))
-        yield EVERY if len(positions) == 1 else slice(start, stop), position
-        start = stop
-
-
-def _first_positions(positions: torch.Tensor) -> list[int]:
-    return cast(list[int], positions[:, 0].tolist())
+    return SlotRows(rows, terms, blind_queries(problem, turner.forward, tuple(term.added for term in terms)))
 
 
 def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iterator[Term]:
@@ -382,7 +307,7 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
         slots = slice(of_region[0].keys.start, of_region[-1].keys.stop)
         turn = turner.for_keys(region, key, slots, rows, beside)
         for piece in of_region:
-            place = _place(piece)
+            place = place_of(piece)
             decayed = None
             if decay is not None:
                 positions = problem.query_positions, problem.key_positions
@@ -390,7 +315,7 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
             prepare: Rotate | None = None if turn is None else turn(piece.keys)
             if prepare is not None or decayed is not None:
                 prepare = functools.partial(_prepared, decay=decayed, rotate=prepare)
-            added = _added(problem, turner.forward, region, query.shape[1], place, position)
+            added = added_to(problem, turner.forward, region, query.shape[1], place, position)
             yield Term(piece, prepare, added)
 
 
@@ -420,76 +345,3 @@ def _decayed(
     distance = region.rotated_distance(m, n)
     like = torch.empty((), dtype=dtype, device=m.device).expand(1, 1, 1, head_dim)
     return decay.factor(-(distance if len(distance) == 1 else distance[first_row:last_row]), like)
-
-
-Place = tuple[int, int, Any, Any]
-"""Start and stop of a run of slots, then start and stop of rows of the batch."""
-
-
-def _place(piece: Piece) -> Place:
-    return piece.keys.start, piece.keys.stop, piece.rows.start, piece.rows.stop
-
-
-def _added(
-    problem: Problem, forward: Forward, region: Region, heads: int, place: Place, position: int
-) -> torch.Tensor | None:
-    """The term added to scaled products of `heads` query heads, in the shape of `Term.added`: biases, and the lowest
-    number for keys that a query does not see in this region.
-    """
-    if problem.q_length == 1 and not one_call.adds(problem):
-        return None
-    running, value = problem.running_bias_of_pairs, problem.value
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    compute = (
-        _sum_of_terms if running is not None else forward.shared(_sum_of_terms)
-    )  # a layer has its own running sums
-    states = heads, value.shape[1], len(value), dtype, value.device
-    return compute(problem.visibility, problem.bias, running, region, place, position, *states)
-
-
-def _sum_of_terms(
-    visibility: Visibility,
-    bias: DistanceBias | None,
-    running: torch.Tensor | None,
-    region: Region,
-    place: Place,
-    position: int,
-    heads: int,
-    kv_heads: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    slot, length = int(visibility.query_start), visibility.q_length
-    first, stop, *bounds = place
-    rows, slots = slice(*bounds), slice(first, stop)
-    i = torch.arange(length, device=device)[:, None]
-    distance = (slot + i) - torch.arange(first, stop, device=device)
-    seen = visibility.pairs(device)
-    if seen is not None:
-        seen = (seen if len(seen) == 1 else seen[rows])[..., slots]
-    if length > 1:
-        inside = region.contains(position + i, position + i - distance)
-        seen = inside if seen is None else seen & inside
-    added = torch.zeros((), dtype=dtype, device=device)
-    if bias is not None:
-        added = bias.values(0, slot + length)[:, distance.clamp(min=0)][None].to(dtype)
-    if running is not None:
-        added = added + (running if len(running) == 1 else running[rows])[..., slots].to(dtype)
-    if seen is not None:
-        added = torch.where(seen, added, torch.finfo(dtype).min)
-    return _by_kv_head(added, len(range(batch)[rows]), kv_heads, heads)
-
-
-def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> torch.Tensor:
-    """Reshape `(batch or 1, heads or 1, q_len, slots)` to the shape of `Term.added`."""
-    if added.ndim == 2:
-        added = added[None, None]
-    if added.shape[:3] == (1, 1, 1):
-        return added[0]
-    group = heads // kv_heads
-    if added.shape[1] == 1:  # one term for all heads
-        added = added[:, :, None].expand(-1, kv_heads if len(added) > 1 else 1, group, -1, -1)
-    else:
-        added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)
-    return added.flatten(2, 3).flatten(0, 1)

@@ -19,7 +19,7 @@ import torch
 from rope_patch.attention.bias import KeyTerm, TileBias, has_terms, tile_bias
 from rope_patch.attention.chunk_runs import Runs, in_one, in_place, keys_of, queries_of, slots_of
 from rope_patch.attention.executors import chunked
-from rope_patch.attention.kernels import kernel_for
+from rope_patch.attention.kernels import account, kernel_for
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Piece
 from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
@@ -49,6 +49,12 @@ def pieces(problem: Problem) -> int:
     """The number of pieces that `attend` scores, over all groups of heads."""
     spans, call = problem.spans or (), problem.rotated.as_causal
     return sum(len(block.pieces) for _, blocks in _by_heads(call, spans, tile_bias(call)) for _, block in blocks)
+
+
+def _kernel(problem: Problem) -> str:
+    """The name of the kernel that scores a piece, and why faster ones do not."""
+    call = problem.rotated.as_causal
+    return account(call.branches[0].query, call.value, tile_bias(call) is not None)
 
 
 LARGE = 2**23
@@ -460,4 +466,6 @@ def _as_branches(places: tuple[tuple[Region | None, int, Rotation | None], ...],
     return [Branch(region, *states[2 * i : 2 * i + 2], *others) for i, (region, *others) in enumerate(places)]
 
 
-EXECUTOR = Executor("merged", "a kernel with log-sum-exp for each piece of a region, merged", supports, attend, pieces)
+EXECUTOR = Executor(
+    "merged", "a kernel with log-sum-exp for each piece of a region, merged", supports, attend, pieces, _kernel
+)

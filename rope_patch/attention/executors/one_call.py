@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
+from rope_patch.attention.behind_cache import (
+    added_to,
+    adds,
+    blind_queries,
+    objection,
+    place_of,
+    planned_pieces,
+    rows_alike,
+)
 from rope_patch.attention.kernels import has_flash
 from rope_patch.attention.one_query import Turned, factor_of, meets, turned
-from rope_patch.attention.pieces import Piece
-from rope_patch.attention.problem import Problem
-from rope_patch.attention.rotation import Rotate, narrowed
+from rope_patch.attention.pieces import Piece, few_queries
+from rope_patch.attention.problem import Output, Problem
+from rope_patch.attention.rotation import EVERY, Rotate, narrowed
+from rope_patch.attention.table import Executor
 from rope_patch.attention.tile_kernels import HALF, flash
 from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.attention.turner import Tables, Turner
@@ -102,39 +113,89 @@ def _as_rows(states: torch.Tensor) -> torch.Tensor:
     return states.flatten(0, 1).unsqueeze(2)
 
 
-def suits(problem: Problem) -> bool:
-    """Whether the one token of a call may be scored at once, as far as its states and terms tell. Running sums differ
-    in each layer, as learned terms do, so no other layer would gain from the plan.
+def supports(problem: Problem) -> str:
+    """The reason why `attend` cannot compute a call, or an empty string: it takes one query in half precision behind
+    the keys of a cache on a GPU.
     """
-    query, key, value, turner = problem.query, problem.key, problem.value, cast(Turner, problem.turner)
-    if query is None or key is None or problem.q_length > 1 or not _is_on_gpu(value) or value.dtype not in HALF:
-        return False
-    if problem.decay is not None or problem.running_bias is not None or (turner.learned and problem.bias is not None):
-        return False
-    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-    return alike and problem.scaling > 0 and factor_of(turner) is not None
+    value = problem.value
+    if not _is_on_gpu(value):
+        return "the states are not on a GPU"
+    if problem.compiling:
+        return "the graph of a compiled model does not know the length of the cache"
+    if problem.q_length > 1:
+        return "there are several queries"
+    if value.dtype not in HALF:
+        return "the states are not in half precision"
+    return objection(problem) or _terms_objection(problem) or _plan_objection(problem)
 
 
 def _is_on_gpu(states: torch.Tensor) -> bool:
     return states.is_cuda
 
 
-def adds(problem: Problem) -> bool:
-    """Whether something is added to the scores of one query: a bias, or what hides keys from it."""
-    return problem.biased or problem.mask is not None or problem.groups is not None
-
-
-def covers(problem: Problem, pieces: Sequence[Piece]) -> bool:
-    """Whether the `pieces` of all rows of a call that `suits` follow one another without a gap, and there is not too
-    much to copy.
+def _terms_objection(problem: Problem) -> str:
+    """The reason why states and terms of one query do not suit, or an empty string. Running sums differ in each layer,
+    as learned terms do, so no other layer would gain from the plan.
     """
+    query, key, value = cast("tuple[torch.Tensor, ...]", (problem.query, problem.key, problem.value))
+    turner = cast(Turner, problem.turner)
+    if problem.decay is not None:
+        return "scores decay"
+    if problem.running_bias is not None or (turner.learned and problem.bias is not None):
+        return "the term of the scores differs from layer to layer"
+    if not query.dtype == key.dtype == value.dtype or query.shape[-1] != value.shape[-1]:
+        return "keys and values differ in dtype or width"
+    if problem.scaling <= 0:
+        return "scores are not scaled by a positive number"
+    if factor_of(turner) is None:
+        return "heads, pairs or rows have frequencies of their own, or rotations are exact"
+    return ""
+
+
+def _plan_objection(problem: Problem) -> str:
+    """The reason why no plan for one query takes all of its keys, or an empty string."""
+    query, turner = cast(torch.Tensor, problem.query), cast(Turner, problem.turner)
+    first, *others = rows_alike(problem, turner)
+    if others:
+        return "rows of the batch begin their regions at different slots"
+    pieces = _pieces(problem, first[1])
     if not pieces or any(one.keys.stop != other.keys.start for one, other in itertools.pairwise(pieces)):
-        return False
+        return "the keys of its pieces do not follow one another"
+    if not _fits(problem, pieces):
+        return f"more than {MOST // 2**20} MiB of keys and values of a layer would be copied"
+    width, columns = query.shape[-1], _group(problem) if adds(problem) else 0
+    if not has_flash(query, _wide(width, columns)):
+        return "flash does not take states of this width"
+    return trial(query.device, query.dtype, width, columns)
+
+
+def _pieces(problem: Problem, position: int) -> tuple[Piece, ...]:
+    """The pieces of a call whose query has the same `position` in all rows."""
+    places = EVERY, 1, int(problem.query_start), position
+    return tuple(few_queries(cast(Turner, problem.turner).regions, *places, lambda number: math.inf))
+
+
+def _fits(problem: Problem, pieces: Sequence[Piece]) -> bool:
+    """Whether there is not too much to copy, if need be without the oldest keys."""
     if _bytes(problem, pieces) <= MOST:
         return True
     turner, first = cast(Turner, problem.turner), pieces[0].region
     apart = not adds(problem) and first == _reference(pieces) and meets(turner, first, first)
     return apart and _bytes(problem, pieces[1:]) <= MOST
+
+
+def attend(problem: Problem) -> Output:
+    """Attention of one query, `(batch, heads, 1, value_dim)`, without gradients. The problem keeps its plan."""
+    query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
+    problem.plan = _plan(problem)
+    with torch.no_grad():  # results are written into memory, which has no gradient, and none is wanted
+        return problem.plan.attend(query, key, problem.value), None
+
+
+EXECUTOR = Executor("one_call", "one query, all pieces by one call of flash", supports, attend, planned_pieces)
+
+
+# --- the plan ---
 
 
 def _bytes(problem: Problem, pieces: Sequence[Piece]) -> int:
@@ -157,28 +218,22 @@ def _reference(pieces: Sequence[Piece]) -> int:
     return max(pieces, key=lambda piece: piece.width).region
 
 
-def planned(
-    problem: Problem, pieces: Sequence[Piece], added: Sequence[torch.Tensor | None], blind: torch.Tensor | None
-) -> OneCall | None:
-    """The plan for a call whose pieces it `covers`; None if flash does not score them.
-
-    Args:
-        added: to the scores of each piece, `(batch * kv_heads or 1, group or 1, slots)`; None for nothing.
-        blind: `(batch * kv_heads or 1, group or 1, 1)`, as in `joined.SlotRows`.
-    """
+def _plan(problem: Problem) -> OneCall:
+    """The plan for a call that the executor `supports`."""
     query, turner = cast(torch.Tensor, problem.query), cast(Turner, problem.turner)
-    terms = [term for term in added if term is not None]
-    if terms and len(terms) < len(pieces):
-        return None
-    term = _side_by_side(terms) if terms else None
-    width, columns = query.shape[-1], 0 if term is None else term.shape[1]
-    if not has_flash(query, _wide(width, columns)) or objection(query.device, query.dtype, width, columns):
-        return None
+    ((_, position),) = rows_alike(problem, turner)
+    pieces = _pieces(problem, position)
+    added = tuple(
+        added_to(problem, turner.forward, turner.regions[piece.region], query.shape[1], place_of(piece), position)
+        for piece in pieces
+    )
+    terms = [term for term in added if term is not None]  # of all pieces, or of none
     apart = pieces[0].keys if _bytes(problem, pieces) > MOST else None
     some = pieces if apart is None else pieces[1:]
     places = tuple((each.region, each.keys.start, each.keys.stop) for each in some)
     found, runs = turned(turner, query, _reference(pieces), places), [each.keys for each in some]
-    scaling = problem.scaling * cast(float, factor_of(turner))
+    scaling, blind = problem.scaling * cast(float, factor_of(turner)), blind_queries(problem, turner.forward, added)
+    term = _side_by_side(terms) if terms else None
     return _made(query, problem.value, runs, found, turner.layout, scaling, term, blind, apart)
 
 
@@ -382,7 +437,7 @@ def _matrix(blocks: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.cat([a, c], dim=1), torch.cat([b, d], dim=1)])[None]
 
 
-objection = Trial("One call of flash for all pieces of a token", _compared, tolerance=0.03)
+trial = Trial("One call of flash for all pieces of a token", _compared, tolerance=0.03)
 """The reason why a device does not score tokens so, for a dtype, a width and a number of terms of a group, or an empty
 string.
 """

@@ -9,9 +9,11 @@ from typing import NamedTuple, cast
 
 import torch
 
+from rope_patch.attention.behind_cache import objection, planned_pieces
 from rope_patch.attention.pieces import Tile
-from rope_patch.attention.problem import Problem
+from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.rotation import EVERY
+from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import product, upcast
 from rope_patch.attention.tile_kernels import HALF, FlashCPU, Work
 from rope_patch.attention.turner import Turner
@@ -36,7 +38,18 @@ class Part(NamedTuple):
     whole: bool
 
 
-def attend(problem: Problem) -> torch.Tensor:
+def supports(problem: Problem) -> str:
+    """The reason why `attend` cannot compute a call, or an empty string: it takes one query of a compiled model."""
+    if not problem.compiling:
+        return "the model is not compiled"
+    if why := objection(problem):
+        return why
+    if problem.q_length > 1:
+        return "there are several queries"
+    return "scores decay" if problem.decay is not None else ""
+
+
+def attend(problem: Problem) -> Output:
     """Attention of one query, `(batch, heads, 1, value_dim)`, without gradients: a narrow region is gathered from the
     cache, any other region is the whole cache, masked. Keys and values keep their dtype.
     """
@@ -45,7 +58,10 @@ def attend(problem: Problem) -> torch.Tensor:
     by_kernel = value.is_cpu and value.dtype in HALF
     out, largest = (_by_kernel if by_kernel else _by_one_softmax)(parts, problem.scaling)
     out = out.masked_fill(largest <= torch.finfo(out.dtype).min / 2, 0)  # a bias may hide all keys
-    return out.to(value.dtype).flatten(1, 2)[:, :, None]
+    return out.to(value.dtype).flatten(1, 2)[:, :, None], None
+
+
+EXECUTOR = Executor("traced", "one query of a compiled model, one softmax", supports, attend, planned_pieces)
 
 
 def _part(problem: Problem, turner: Turner, region: Region) -> Part:
