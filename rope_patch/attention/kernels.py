@@ -23,8 +23,8 @@ def kernel_for(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Kernel
 
 
 def candidates(query: torch.Tensor, value: torch.Tensor, masked: bool) -> Iterator[tuple[Kernel, str]]:
-    """The kernels for queries and values `(batch, heads or kv_heads, length, dim)` in the order in which they are asked,
-    each with the reason why it is not taken; the reason is empty for those that may be.
+    """The kernels for queries and values `(batch, heads or kv_heads, length, dim)` in the order in which they are
+    asked, each with the reason why it is not taken; the reason is empty for those that may be.
     """
     half, head_dim = query.dtype in HALF, query.shape[-1]
     if query.device.type == "cpu":

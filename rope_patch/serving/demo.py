@@ -18,7 +18,7 @@ from starlette.routing import Mount, Route
 
 from rope_patch.data.corpora import load_text
 from rope_patch.data.special_tokens import ids_to_continue
-from rope_patch.evaluation.tasks.passkey import FILLER, KEY, TASK
+from rope_patch.evaluation.tasks.passkey import FILLER, KEY, QUESTION, TASK
 from rope_patch.serving import limits, requests
 from rope_patch.serving.limits import Refusal
 from rope_patch.serving.server import Endpoint, Server, json_response
@@ -96,10 +96,10 @@ class Demo:
         """Send the result of `work`, which runs in a thread of the server, as JSON."""
         return json_response(found)
 
-    def ids(self, document: str, question: str) -> list[int]:
-        """Convert a prompt to ids: one message of a chat or, without a chat template, a text to continue."""
+    def ids(self, document: str, question: str, chat: bool) -> list[int]:
+        """Convert a prompt to ids: one message of a `chat`, or else a text to continue."""
         text = "\n\n".join(filter(None, (document, question)))
-        if self.chat:
+        if chat:
             return self.patched.in_template([{"role": "user", "content": text}])
         return ids_to_continue(self.tokenizer, text)
 
@@ -111,36 +111,41 @@ class Demo:
         document, question = asked.document.strip("\r\n"), asked.question.strip()
         if not document.strip():
             raise Refusal("the text is empty: paste one, or fill in the example")
+        if asked.chat and not self.chat:
+            raise Refusal("chat=true: this checkpoint has no chat template; leave chat out")
+        chat = self.chat if asked.chat is None else asked.chat
         limits.check_prompts([document], 1, self.limit)
-        prompt = self.ids(document, question)
+        prompt = self.ids(document, question, chat)
         _, new = self.patched.admit(asked, prompt, asked.max_tokens)
         truncated, note = None, "Prompt and answer fit into L, so nothing is cut: see the plain model."
         if len(prompt) + new > self.trained:
-            truncated = self.truncated(document, question, self.trained - new)
+            truncated = self.truncated(document, question, chat, self.trained - new)
             note = f"The question and an answer of {new} tokens leave no room for text within L = {self.trained}."
         return {"prompt": prompt, "truncated": truncated, "note": None if truncated else note}
 
-    def truncated(self, document: str, question: str, room: int) -> list[int] | None:
+    def truncated(self, document: str, question: str, chat: bool, room: int) -> list[int] | None:
         """Put the question after as many last tokens of the document as fit into `room`; None if no token fits."""
         tokens = self.tokenizer(document, add_special_tokens=False).input_ids
-        kept = min(len(tokens), room - len(self.ids("", question)) if question else room)
+        kept = min(len(tokens), room - len(self.ids("", question, chat)) if question else room)
         while kept > 0:
-            ids = self.ids(self.tokenizer.decode(tokens[-kept:]), question)
+            ids = self.ids(self.tokenizer.decode(tokens[-kept:]), question, chat)
             if len(ids) <= room:
                 return ids
             kept -= len(ids) - room
         return None
 
     def example(self, _: bytes) -> dict[str, Any]:
-        """Make a document of two training lengths, with its answer at the far end, and a question."""
+        """Make a document of two training lengths, with its answer at the far end, and a question. Both are a text to
+        continue, which small chat models do better than they answer messages of this length.
+        """
         if self.chat:
-            opening, question = f"{TASK} {KEY.format(key=71432)} ", "What is the pass key?"
+            opening, question = f"{TASK} {KEY.format(key=71432)} ", QUESTION
             filler = f"{' '.join(FILLER)} "
         else:
             opening, question = PASSAGE, PASSAGE.partition("\n")[0]
             filler = "\n".join(load_text()["text"][::-1])
         room = min(2 * self.trained, self.limit) - self.patched.max_tokens - SLACK
-        room = max(0, room - len(self.ids(opening, question)))
+        room = max(0, room - len(self.ids(opening, question, False)))
         filler = (filler * (1 + limits.BYTES_PER_TOKEN * room // len(filler)))[: limits.BYTES_PER_TOKEN * room]
         tokens = self.tokenizer(filler, add_special_tokens=False).input_ids[:room]
-        return {"document": opening + self.tokenizer.decode(tokens), "question": question}
+        return {"document": opening + self.tokenizer.decode(tokens), "question": question, "chat": False}

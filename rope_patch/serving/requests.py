@@ -147,10 +147,13 @@ class ChatRequest(GenerationRequest):
 
 
 class PromptRequest(DrawnRequest):
-    """A request of the page of `rope-patch demo-chat`: a document, and a question at its end."""
+    """A request of the page of `rope-patch demo-chat`: a document, and a question at its end. `chat` says whether both
+    are one message of a chat; by default they are if the checkpoint has a chat template.
+    """
 
     document: str
     question: str = ""
+    chat: bool | None = None
     max_tokens: Count | None = None
 
 

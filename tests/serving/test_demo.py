@@ -167,6 +167,15 @@ def test_a_chat_is_one_message_and_keeps_its_template_when_truncated(chat):
     assert len(found["truncated"]) <= L - NEW
 
 
+def test_a_chat_model_may_continue_a_text_instead(chat, client):
+    found, expected = prompt_of(chat, chat=False).json(), prompt_of(client).json()
+    assert found["prompt"] == expected["prompt"]
+    assert prompt_of(chat, chat=True).json() == prompt_of(chat).json() != found
+    truncated = parts()[1].decode(found["truncated"])
+    assert truncated.endswith(f"\n\n{QUESTION}")
+    assert "# user" not in truncated
+
+
 def test_a_folder_answers_under_its_own_scheme_and_without_it(chat):
     about = chat.get("/about").json()
     assert about["chat"]
@@ -200,6 +209,8 @@ def test_an_example_is_twice_as_long_as_training_with_its_answer_at_the_far_end(
         ({"max_tokens": 0}, "max_tokens=0: Input should be greater than or equal to 1"),
         ({"max_tokens": 1.5}, "max_tokens=1.5"),
         ({"document": 3}, "document=3: Input should be a valid string"),
+        ({"chat": True}, "chat=true: this checkpoint has no chat template; leave chat out"),
+        ({"chat": "perhaps"}, "chat='perhaps'"),
         ({"documents": "a"}, "documents='a': Extra inputs are not permitted"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from rope_patch.cli.demo_chat import Options, load_demo
 from rope_patch.cli.options import parse
 from tests.browser import CHROMIUM, browser
+from tests.serving.test_demo import TEMPLATE, parts
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
@@ -23,9 +25,10 @@ pytestmark = [
 NEW = 24
 
 
-@pytest.fixture(scope="module")
-def address():
-    application = load_demo(parse(Options, ["--max-tokens", str(NEW)])).application()
+@contextlib.contextmanager
+def served(*given):
+    """The address of the page with these arguments of `rope-patch demo-chat`."""
+    application = load_demo(parse(Options, [*given, "--max-tokens", str(NEW)])).application()
     server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -35,6 +38,12 @@ def address():
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with served() as page:
+        yield page
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +102,27 @@ def test_three_answers_come_one_after_the_other(page):
         assert f"{NEW} of answer" in cost
         assert "first token after " in cost
     assert "never trained" in page("document.querySelector('.plain svg').getAttribute('aria-label')")
+
+
+def test_a_chat_model_is_asked_in_its_template_or_continues_a_text(chromium, tmp_path):
+    model, tokenizer = parts()
+    tokenizer.chat_template = TEMPLATE
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with served(str(tmp_path)) as address:
+        chromium.open(address)
+        until(chromium, "about !== null")
+        assert text_of(chromium, "#asked") == "Question"
+        fill_in(chromium)
+        assert not chromium("document.getElementById('chat').checked")  # the example is a text to continue
+        assert text_of(chromium, "#asked") == "How the text goes on"
+        ask(chromium)
+        lengths = [text_of(chromium, ".patched .cost")]
+        chromium.point("#chat", 0.5, 0.5, click=True)
+        assert text_of(chromium, "#hint") == "The question is put behind the text."
+        ask(chromium)
+        assert text_of(chromium, ".patched .cost").partition(" tokens")[0] != lengths[0].partition(" tokens")[0]
+        assert text_of(chromium, "#status").endswith("Done.")
 
 
 def test_a_stopped_answer_leaves_the_page_ready(page):
