@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.real_tables import DOCS, FAR, NAMES, by_text, finetuned, table
+from tools.real_tables import DOCS, FAR, NAMES, SHORT, by_text, finetuned, table
 
 PAGE = (DOCS / "real.md").read_text()
 
@@ -14,6 +14,10 @@ PAGE = (DOCS / "real.md").read_text()
 @pytest.mark.parametrize("path", FAR, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_page_has_the_table_of_the_far_tokens(path: Path) -> None:
     assert by_text(path) in PAGE
+
+
+def test_the_page_has_the_table_of_short_texts() -> None:
+    assert table(*SHORT) in PAGE
 
 
 def test_the_page_has_the_table_of_the_fine_tuning() -> None:

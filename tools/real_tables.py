@@ -14,18 +14,26 @@ from rope_patch.evaluation.standard_errors import loss_error, paired_difference,
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))
+SHORT = "qwen2.5-coder-1.5b", "short"
 FAR = sorted([*DOCS.glob("results/real/*/repeat.jsonl"), *DOCS.glob("results/real/*/far.jsonl")])
 
 
-def table(name: str) -> str:
-    """NLL of each row, and its difference from the plain checkpoint at L, or at its own length where L is missing."""
-    rows = Rows(DOCS / "results" / "real" / name / "perplexity.jsonl").rows
+def table(name: str, stem: str = "perplexity") -> str:
+    """NLL of each row, and its difference from the plain checkpoint on the same tokens: at L, or at its own length where
+    other tokens were scored at L, or none.
+    """
+    rows = Rows(DOCS / "results" / "real" / name / f"{stem}.jsonl").rows
     plain = {row.length: row for row in rows if row.line == "plain"}
     trained = rows[0].training_length
     lengths = sorted({row.length for row in rows})
     names = dict.fromkeys(["plain", *(["window"] if any(row.line == "window" for row in rows) else [])])
     names |= dict.fromkeys(row.line for row in rows)
-    cells = {(row.line, row.length): _cell(row, plain.get(trained) or plain[row.length]) for row in rows}
+    at_l = plain.get(trained)
+
+    def reference(row: Row) -> Row:
+        return at_l if at_l is not None and at_l.texts == row.texts else plain[row.length]
+
+    cells = {(row.line, row.length): _cell(row, reference(row)) for row in rows}
     lines = [["scheme", *(f"{length:,} ({length / trained:.2g}x)" for length in lengths)], ["---"] * (len(lengths) + 1)]
     lines += [[display_name(line), *(cells.get((line, length), "") for length in lengths)] for line in names]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -85,5 +93,6 @@ def _minus(difference: float, error: float | None) -> str:
 if __name__ == "__main__":
     for name in NAMES:
         print(f"## {name}\n\n{table(name)}")
+    print(f"## {SHORT[0]}, {SHORT[1]}\n\n{table(*SHORT)}")
     for path in FAR:
         print(f"## {path.parent.name}, {path.stem}\n\n{by_text(path)}")
