@@ -38,14 +38,25 @@ def test_the_headline_of_the_readme() -> None:
     novel = [rounded(math.exp(mean("perplexity", *key, "smollm2-135m"))) for key in NOVEL]
     far = [rounded(math.exp(mean("repeat", line, 16384, "smollm2-135m"))) for line in ("plain", "cut", NOVEL[2][0])]
     told = (
-        f"The plain model has a perplexity of **{novel[0]}**, the patched one {novel[2]}.",
-        f"truncate the text to its last 8,192 tokens, which gives {novel[1]}.",
-        f"only the repeat is scored. The plain model has {far[0]}. Truncated text has lost the passage: {far[1]}.",
-        f"The patched model still reads it: {far[2]}.",
+        f"a perplexity of {novel[0]}, truncated text {novel[1]}, the patched model {novel[2]}.",
+        f"The plain model hesitates between {far[0]} tokens. Truncated text has lost the passage: {far[1]}.",
+        f"The patched model still reads it: **{far[2]}**.",
         "a novel: plain model {}, truncated text {}, ReRoPE {}.".format(*novel),
         "repeated: plain model {}, truncated text {}, ReRoPE {}".format(*far),
     )
     assert [sentence for sentence in told if sentence not in text] == []
+
+
+def test_the_answers_of_the_readme() -> None:
+    lines = (RESULTS / "demo/pass_key.jsonl").read_text().splitlines()
+    answers = {row["line"]: row for row in map(json.loads, lines)}
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/how-to/demo-chat.md"))
+    for line, name in (("plain", "plain model"), ("cut", "truncated text"), (NOVEL[2][0], "patched model")):
+        assert f"| {name} | `{answers[line]['answer'].strip()}` |" in readme
+    assert f"A text of {answers['plain']['prompt_tokens']:,} tokens" in readme
+    assert f'ends with "{answers["plain"]["ends_with"]}"' in readme
+    for row in answers.values():
+        assert f"| `{row['answer']}` | {row['seconds']:.0f} |" in page
 
 
 def test_the_families_of_the_readme() -> None:
