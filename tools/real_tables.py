@@ -19,8 +19,8 @@ FAR = sorted([*DOCS.glob("results/real/*/repeat.jsonl"), *DOCS.glob("results/rea
 
 
 def table(name: str, stem: str = "perplexity") -> str:
-    """NLL of each row, and its difference from the plain checkpoint on the same tokens: at L, or at its own length where
-    other tokens were scored at L, or none.
+    """NLL of each row, and its difference from the plain checkpoint on the same tokens: at L, or at its own length
+    where other tokens were scored at L, or none.
     """
     rows = Rows(DOCS / "results" / "real" / name / f"{stem}.jsonl").rows
     plain = {row.length: row for row in rows if row.line == "plain"}
