@@ -426,7 +426,7 @@ def given(monkeypatch, command, *words, name="lengths"):
     return [getattr(options, name) for options in found]
 
 
-MEASURING = ["perplexity", "passkey", "ruler", "finetune"]
+MEASURING = ["perplexity", "passkey", "finetune"]
 
 
 @pytest.mark.parametrize("command", MEASURING)

@@ -48,8 +48,7 @@ def test_the_headline_of_the_readme() -> None:
 
 
 def test_the_answers_of_the_readme() -> None:
-    lines = (RESULTS / "demo/pass_key.jsonl").read_text().splitlines()
-    answers = {row["line"]: row for row in map(json.loads, lines)}
+    answers = {row["line"]: row for row in json.loads((RESULTS / "demo/pass_key.json").read_text())}
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/how-to/demo-chat.md"))
     for line, name in (("plain", "plain model"), ("cut", "truncated text"), (NOVEL[2][0], "patched model")):
         assert f"| {name} | `{answers[line]['answer'].strip()}` |" in readme

@@ -21,7 +21,6 @@ WORKING = {
     "sweep": ["--target", "2x", "--schemes", "yarn", *FEW],
     "search": ["--target", "2x", "--population", "4", "--generations", "1", *FEW],
     "finetune": ["--scheme", "yarn:target=auto", "--length", "512", "--steps", "2", "--batch-size", "2", *FEW],
-    "ruler": ["--lengths", "4096", "--samples", "1", "--tasks", "fwe", "--device", "cpu"],
 }
 REFUSED = {
     "compare_encodings": ["--encodings", "rope"],

@@ -68,11 +68,11 @@ def test_pretraining_takes_a_step_and_writes_a_checkpoint(tool, tmp_path, monkey
     assert (tmp_path / "checkpoint" / "loss.png").is_file()
 
 
-OF_LIBRARY = {"passkey", "perplexity", "ruler"}
+OF_LIBRARY = {"passkey", "perplexity"}
 """Modules of the library that a recipe is named after."""
 
 RECIPE_OF = {"compare": "compare_encodings", "passkey": "passkey", "sweep": "sweep", "finetune": "finetune"}
-RECIPE_OF |= {"drope": "finetune", "ruler": "ruler"}
+RECIPE_OF |= {"drope": "finetune"}
 TOOL_OF = {"pretrain_tiny": pretrain_tiny, "pretrain_gpu": pretrain_tiny, "pretrain_tiny_t5": pretrain_tiny_t5}
 TOOL_OF |= {"longlora": longlora}
 

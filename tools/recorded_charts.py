@@ -17,7 +17,6 @@ from typing import Any
 from rope_patch.cli.options import run
 from rope_patch.evaluation import charts
 from rope_patch.evaluation.row import Row
-from rope_patch.evaluation.tasks.ruler import Ruler
 
 RESULTS = Path("docs/results")
 IMAGES = Path("docs/images")
@@ -79,7 +78,6 @@ TRAINED = {"title": "Before and after fine-tuning"}
 CHARTS: dict[Path, tuple[Callable[[], list[Row]], dict[str, Any]]] = {
     IMAGES / "demo.png": (lambda: recorded("demo/perplexity.jsonl"), {}),
     IMAGES / "t5.png": (lambda: recorded("t5/perplexity.jsonl"), {}),
-    IMAGES / "ruler.png": (lambda: recorded("ruler/ruler.jsonl"), {"what": Ruler.what}),
     IMAGES / "passkey.png": (lambda: recorded("passkey/spans.jsonl"), {"what": SPANS}),
     IMAGES / "finetune.png": (lambda: recorded("finetune/finetune.jsonl"), TRAINED),
     IMAGES / "end_to_end.png": (lambda: recorded("end_to_end/finetune.jsonl"), TRAINED),

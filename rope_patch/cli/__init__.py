@@ -28,7 +28,6 @@ COMMANDS = {
     "perplexity": _ROOT / "recipes" / "perplexity.py",
     "measure": _ROOT / "recipes" / "measure.py",
     "passkey": _ROOT / "recipes" / "passkey.py",
-    "ruler": _ROOT / "recipes" / "ruler.py",
     "sweep": _ROOT / "recipes" / "sweep.py",
     "search": _ROOT / "recipes" / "search.py",
     "finetune": _ROOT / "recipes" / "finetune.py",

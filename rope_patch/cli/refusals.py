@@ -54,11 +54,19 @@ _COMMANDS = {
 }
 """Other programs' names for the commands."""
 
+_GONE = {
+    "ruler": "lm-evaluation-harness runs RULER under a scheme: write python -m rope_patch.evaluation.lm_eval "
+    "--model rope_patch --model_args 'pretrained=DIR,scheme=yarn:factor=4' --tasks ruler",
+}
+"""Commands of earlier versions, and what to run instead."""
+
 
 def no_command(typed: str, available: Collection[str]) -> str:
     """The message for an unknown command."""
     if typed.startswith("-"):
         return f"{typed!r} stands before the command; write rope-patch COMMAND {typed} ..."
+    if typed in _GONE:
+        return f"the command {typed!r} is gone; {_GONE[typed]}"
     meant = [name for name, others in _COMMANDS.items() if typed.lower() in others and name in available]
     hint = f"did you mean {meant[0]!r}? allowed: {', '.join(sorted(available))}" if meant else ""
     return f"there is no command {typed!r}; {hint or did_you_mean(typed, available)}"

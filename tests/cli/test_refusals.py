@@ -165,3 +165,8 @@ def test_help_and_version_in_other_words(capsys):
 def test_other_names_of_dtypes_and_devices(settings, meant):
     with pytest.raises(EvaluationError, match=f"did you mean '{meant}'?"):
         load_model(TINY, **settings)
+
+
+def test_a_command_of_an_earlier_version_names_the_new_one(capsys):
+    assert main(["ruler", "--model", "DIR"]) == 2
+    assert "lm_eval --model rope_patch" in capsys.readouterr().err

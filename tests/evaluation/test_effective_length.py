@@ -76,7 +76,7 @@ def test_a_range_allows_for_both_errors(score, low):
     )
 
 
-def test_scores_of_ruler_are_a_mean_over_tasks():
+def test_scores_of_several_tasks_are_their_mean():
     def of_task(task, length, score):
         return row(task=task, length=length, depth=None, trials=None, accuracy=None, score=score, scores=[score] * 50)
 

@@ -14,7 +14,6 @@ from rope_patch.data.special_tokens import ids_to_continue, tokens_around
 from rope_patch.data.training_rows import training_rows
 from rope_patch.data.windows import prefix_of
 from rope_patch.evaluation.tasks.passkey import Passkey
-from rope_patch.evaluation.tasks.ruler import Ruler
 
 from .conftest import byte_tokenizer, documents, measure, tiny_llama
 
@@ -115,18 +114,6 @@ def test_questions_end_where_the_answer_begins(case):
     text = tokenizer.decode(prompt.tokens[len(front) :])
     assert prompt.tokens[: len(front)].tolist() == front
     assert prompt.tokens[len(front) :].tolist() == bytes_of(text)
-    asked = Ruler(tokenizer, samples=1)
-    read = asked.read(asked.draw("niah_single_1", 1200)[0])
-    assert read[: len(front)].tolist() == front
-    assert not set(read[len(front) :].tolist()) & {0, *range(END, 310)}
-
-
-def test_the_end_of_a_turn_stays_in_a_chat():
-    tokenizer = tokenizer_with("$A </s>")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}"
-    asked = Ruler(tokenizer, samples=1, chat=True)
-    sample = asked.draw("niah_single_1", 1200)[0]
-    assert asked.read(sample).tolist().count(END) == 1
 
 
 def test_rows_and_windows_begin_alike(case):

@@ -103,7 +103,6 @@ def test_a_row_that_no_run_wrote(kind, tmp_path, capsys):
 COMMANDS = {
     "perplexity": (["--lengths", "256"], "perplexity.jsonl"),
     "passkey": (["--lengths", "256"], "passkey.jsonl"),
-    "ruler": (["--lengths", "256", "--tasks", "niah_single_1"], "ruler.jsonl"),
     "sweep": (["--target", "2x"], "sweep.jsonl"),
     "search": (["--target", "2x"], "search.jsonl"),
 }
@@ -171,7 +170,7 @@ def test_settings_of_an_output_that_no_run_wrote(content, tmp_path):
 ODD = {"a NUL": "a\0b", "a byte that is not UTF-8": "a\udcffb", "half a character": "\ud800"}
 PATHS = [
     *(f"perplexity --lengths 256 {option}" for option in ("--output", "--model", "--text", "--dataset", "--split")),
-    *("perplexity --lengths 256 --scheme", "passkey --lengths 256 --output", "ruler --lengths 256 --model"),
+    *("perplexity --lengths 256 --scheme", "passkey --lengths 256 --output"),
     *("sweep --target 2x --output", "search --target 2x --output", "compare --encodings rope --output"),
     *("finetune --scheme pi:factor=2 --length 512 --output", "finetune --scheme pi:factor=2 --length 512 --eval-text"),
     *("export", "export recipes/assets/tiny-llama --scheme pi:factor=2 --output", "describe --model", "doctor"),
