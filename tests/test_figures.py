@@ -194,6 +194,10 @@ def test_the_h200() -> None:
         assert f"{scheme} {1000 * (rows[f'generate/{name}/8192/bfloat16'].seconds or 0) / 64:.2f}" in usage
         assert f"{scheme} {1000 * (rows[f'token/{name}/grouped/8192/bfloat16'].seconds or 0):.2f}" in usage
     assert f"busy for {calls['forward/rerope/8192']['device']:.3f} ms" in usage
+    apart = " ".join((ROOT / "docs/how-to/falls-apart.md").read_text().split())
+    for place in ("forward/rerope/32768", "forward/dca/32768", "read/rerope/8192", "read/dca/8192"):
+        said = f"{1000 * (rows[f'{place}/bfloat16'].seconds or 0):.1f} ms"
+        assert f"{said}, {of(place)} times" in apart.replace(" under ReRoPE", "").replace(" under DCA", "")
     readme = " ".join((ROOT / "README.md").read_text().split())
     alone = [of(f"forward/rerope/{length}") for length in (32768, 8192)]
     assert "takes {} times plain attention at 32,768 tokens and {} times at 8,192".format(*alone) in readme

@@ -218,7 +218,7 @@ def test_a_loaded_model_goes_to_the_harness_itself(model):
 
 
 def dataset(folder, config, split, rows):
-    """A folder that `datasets` takes for a dataset of the Hub, as docs/how-to/harness.md writes it."""
+    """A folder that `datasets` takes for a dataset of the Hub, as docs/how-to/lm-eval.md writes it."""
     (folder / "data").mkdir(parents=True)
     (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [{"split": split, "path": f"data/{split}.jsonl"}]

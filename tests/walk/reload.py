@@ -7,7 +7,7 @@ The walk has two doors. A function of `schemes` is one stay: how a scheme reads 
 `mount_record` is one stay, too: from there the walk is that of `patch`, wherever the scheme comes from. Behind this
 door only the functions that hand the record on into the config are stays.
 
-A *climb* is a call from a lower floor to a higher one; the floors are those of `tests.test_architecture`.
+A *climb* is a call from a lower floor to a higher one; the floors are those of `tests.floors`.
 
     python -m tests.walk.reload [SCHEME ...]
 """
