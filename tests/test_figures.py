@@ -39,7 +39,7 @@ def test_the_headline_of_the_readme() -> None:
     far = [rounded(math.exp(mean("repeat", line, 16384, "smollm2-135m"))) for line in ("plain", "cut", NOVEL[2][0])]
     told = (
         f"a perplexity of {novel[0]}, truncated text {novel[1]}, the patched model {novel[2]}.",
-        f"The plain model hesitates between {far[0]} tokens. Truncated text has lost the passage: {far[1]}.",
+        f"The plain model has a perplexity of {far[0]}. Truncated text has lost the passage: {far[1]}.",
         f"The patched model still reads it: **{far[2]}**.",
         "a novel: plain model {}, truncated text {}, ReRoPE {}.".format(*novel),
         "repeated: plain model {}, truncated text {}, ReRoPE {}".format(*far),
@@ -201,6 +201,7 @@ def test_the_h200() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     alone = [of(f"forward/rerope/{length}") for length in (32768, 8192)]
     assert "takes {} times plain attention at 32,768 tokens and {} times at 8,192".format(*alone) in readme
+    assert "attention takes {} to {} times as long on a GPU".format(*alone) in readme
     tokens = [of("generate/rerope/8192"), of("token/rerope/grouped/8192")]
     assert "takes {} times compiled and {} times eager".format(*tokens) in readme
 
