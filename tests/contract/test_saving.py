@@ -162,7 +162,7 @@ def test_adapters_under_another_scheme_than_their_checkpoint(base, tmp_path):
 def test_adapters_without_what_the_scheme_learns(base, tmp_path):
     model = patched_last(base, "kerple")
     (said,) = warned(model.save_pretrained, tmp_path / "adapters")
-    assert said.endswith("learns: patch before PEFT, with modules_to_save=['rope_patch']")
+    assert said.endswith("kerple: patch before PEFT, with modules_to_save=['rope_patch']")
     unpatch(model)
     patch(base := model.unload(), "kerple")
     model = get_peft_model(base, lora(modules_to_save=["rope_patch"])).eval()

@@ -129,7 +129,7 @@ def test_a_finished_run_is_left_alone_and_measures_nothing(finetune, monkeypatch
     assert {path: path.stat().st_mtime_ns for path in checkpoint_of(chosen).rglob("*")} == before
     again = capsys.readouterr()
     assert again.out == shown
-    assert "trained before" in again.err
+    assert "already trained" in again.err
 
 
 def test_more_steps_and_another_scheme_go_on(finetune, monkeypatch, tmp_path):
