@@ -201,7 +201,7 @@ def test_the_h200() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     alone = [of(f"forward/rerope/{length}") for length in (32768, 8192)]
     assert "takes {} times plain attention at 32,768 tokens and {} times at 8,192".format(*alone) in readme
-    assert "attention takes {} to {} times as long on a GPU".format(*alone) in readme
+    assert "attention takes {} to {} times as long on an H200".format(*alone) in readme
     tokens = [of("generate/rerope/8192"), of("token/rerope/grouped/8192")]
     assert "takes {} times compiled and {} times eager".format(*tokens) in readme
 

@@ -13,7 +13,7 @@ import torch
 
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.pieces import Piece
-from rope_patch.attention.problem import NOT_PRODUCTS, Problem
+from rope_patch.attention.problem import NOT_PRODUCTS, Problem, TokenPlan
 from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.turner import Turner
@@ -22,6 +22,9 @@ from rope_patch.schemes.slots import Region
 
 QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more
 SMALL = 2**18  # or up to this many pairs per row: one dense block is then faster than many tiles
+
+LENGTH_UNKNOWN = "the graph of a compiled model does not know the length of the cache"
+"""The reason of executors that plan by the number of keys."""
 
 
 def objection(problem: Problem) -> str:
@@ -166,6 +169,13 @@ def _by_kv_head(added: torch.Tensor, batch: int, kv_heads: int, heads: int) -> t
     else:
         added = added.unflatten(1, (kv_heads, group)).expand(batch if kv_heads > 1 else len(added), -1, -1, -1, -1)
     return added.flatten(2, 3).flatten(0, 1)
+
+
+def by_plan(problem: Problem, plan: TokenPlan) -> torch.Tensor:
+    """The output of a call by a plan, `(batch, heads, q_len, value_dim)`, without gradients. The problem keeps it."""
+    problem.plan = plan
+    with torch.no_grad():  # results are written into memory, which has no gradient, and none is wanted
+        return plan.attend(cast(torch.Tensor, problem.query), cast(torch.Tensor, problem.key), problem.value)
 
 
 def planned_pieces(problem: Problem) -> int:

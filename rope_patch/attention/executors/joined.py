@@ -17,9 +17,11 @@ from typing import cast
 import torch
 
 from rope_patch.attention.behind_cache import (
+    LENGTH_UNKNOWN,
     added_to,
     adds,
     blind_queries,
+    by_plan,
     is_block,
     objection,
     place_of,
@@ -47,7 +49,7 @@ def supports(problem: Problem) -> str:
     """
     decay = problem.decay
     if problem.compiling:
-        return "the graph of a compiled model does not know the length of the cache"
+        return LENGTH_UNKNOWN
     if why := objection(problem):
         return why
     if problem.q_length > 1 and decay is not None:
@@ -59,10 +61,7 @@ def supports(problem: Problem) -> str:
 
 def attend(problem: Problem) -> Output:
     """Attention of a few queries, `(batch, heads, q_len, value_dim)`, without gradients. The problem keeps its plan."""
-    query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
-    problem.plan = _plan(problem)
-    with torch.no_grad():  # results are written into memory, which has no gradient, and none is wanted
-        return problem.plan.attend(query, key, problem.value), None
+    return by_plan(problem, _plan(problem)), None
 
 
 def _kernel(problem: Problem) -> str:

@@ -17,9 +17,11 @@ from typing import cast
 import torch
 
 from rope_patch.attention.behind_cache import (
+    LENGTH_UNKNOWN,
     added_to,
     adds,
     blind_queries,
+    by_plan,
     objection,
     place_of,
     planned_pieces,
@@ -121,7 +123,7 @@ def supports(problem: Problem) -> str:
     if not _is_on_gpu(value):
         return "the states are not on a GPU"
     if problem.compiling:
-        return "the graph of a compiled model does not know the length of the cache"
+        return LENGTH_UNKNOWN
     if problem.q_length > 1:
         return "there are several queries"
     if value.dtype not in HALF:
@@ -186,10 +188,7 @@ def _fits(problem: Problem, pieces: Sequence[Piece]) -> bool:
 
 def attend(problem: Problem) -> Output:
     """Attention of one query, `(batch, heads, 1, value_dim)`, without gradients. The problem keeps its plan."""
-    query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
-    problem.plan = _plan(problem)
-    with torch.no_grad():  # results are written into memory, which has no gradient, and none is wanted
-        return problem.plan.attend(query, key, problem.value), None
+    return by_plan(problem, _plan(problem)), None
 
 
 EXECUTOR = Executor("one_call", "one query, all pieces by one call of flash", supports, attend, planned_pieces)
