@@ -28,7 +28,9 @@ class Account:
 
     Attributes:
         taken: the name of the executor, or of the model's own attention.
-        kernel: the name of the kernel that scores the pieces, and why faster ones do not; empty if there is no choice.
+        kernel: what scores a piece, which may be another executor, and why faster ones do not; empty if there is no
+            choice.
+        rotation: how states were rotated on a GPU; empty if the executor takes them as they arrive.
         pieces: the number of pieces that the executor scored; 0 if it repeats the plan of another layer, or does not
             belong to this library.
         others: the name of every other executor, and the reason why it was not taken.
@@ -38,6 +40,7 @@ class Account:
     taken: str
     pieces: int = 0
     kernel: str = ""
+    rotation: str = ""
     others: tuple[tuple[str, str], ...] = ()
     refusal: str = ""
 
@@ -139,7 +142,8 @@ def _account(problem: Problem) -> Account:
         return Account("", refusal=str(error))
     taken = next(executor for executor, reason in asked if not reason)
     others = tuple((executor.name, reason) for executor, reason in asked if reason)
-    return Account(taken.name, taken.pieces(problem), taken.kernel(problem), others)
+    pieces, kernel = taken.pieces(problem), taken.kernel(problem)
+    return Account(taken.name, pieces, kernel, problem.rotation, others)
 
 
 def _keeps_cache(model: nn.Module) -> bool:
@@ -169,6 +173,8 @@ def _rows(situation: str, handles: tuple[PatchHandle, ...], accounts: Accounts) 
         rows.append((_listed(indices), account.how))
         if account.kernel:
             rows.append(("  kernel", account.kernel))
+        if account.rotation:
+            rows.append(("  rotation", account.rotation))
         rows += [(f"  not {name}", reason) for name, reason in account.others]
     for handle in handles:
         for stack, plan in handle.mounted:

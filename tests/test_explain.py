@@ -10,7 +10,9 @@ from transformers import DynamicCache
 
 import rope_patch
 from rope_patch import InvalidField, NotPatched, UnsupportedModel, explain, patch
-from rope_patch.attention import engine, paths
+from rope_patch.attention import decay, engine, paths
+from rope_patch.attention.executors import graph
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.table import choose
 from rope_patch.cli import main
 from rope_patch.patching import find_handles
@@ -150,6 +152,41 @@ def test_it_names_the_kernel_of_a_token_in_half_precision():
     assert (rows["layer 0"], rows["  kernel"]) == ("joined: 2 pieces", "flash on the CPU")
 
 
+@pytest.mark.parametrize(
+    ("spec", "attention", "length"),
+    [
+        ("rerope:window=16", "auto", LENGTH),
+        ("rerope:window=16", "graph", LENGTH),
+        ("rerope:window=16", "chunked", LENGTH),
+        ("alibi", "auto", LENGTH),
+        ("xpos", "auto", LENGTH),
+        ("xpos:scale_base=8", "auto", 3 * decay.ROWS),
+        ("xpos:scale_base=8", "decayed", 3 * decay.ROWS),
+    ],
+)
+def test_it_names_what_runs_inside_the_operator(spec, attention, length, monkeypatch):
+    run, model = [], build("llama")
+    patch(model, spec, attention="auto" if attention in ("graph", "decayed") else attention)
+    rows = situations(explain(model, ids(length=length)))["prefill, compiled"]
+    rope_patch.unpatch(model)
+    patch(model, spec, attention=attention)
+    chosen = graph._inside
+    monkeypatch.setattr(graph, "_inside", lambda problem: run.append(chosen(problem)) or run[-1])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend="eager")(ids(length=length), use_cache=False)
+    assert taken(rows) == ["graph"]
+    assert {dict(rows)["  kernel"].partition(" inside the operator")[0]} == {executor.name for executor in run}
+
+
+def test_it_says_how_states_are_rotated(monkeypatch):
+    model = build("llama")
+    patch(model, "rerope:window=16", attention="merged")
+    assert "rotation" not in str(explain(model, ids()))  # on a CPU there is one way
+    monkeypatch.setattr(Problem, "rotation", "one kernel for all regions")
+    assert dict(situations(explain(model, ids()))["prefill"])["  rotation"] == "one kernel for all regions"
+
+
 # --- forcing one ---
 
 
@@ -193,6 +230,23 @@ def test_an_executor_that_does_not_apply_is_refused_with_its_reason(spec, name, 
     refusal = rf"attention='{name}' cannot compute this call: {name}: .*{reason}"
     with torch.no_grad(), pytest.raises(UnsupportedModel, match=refusal):
         model(ids())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_of_a_decay_can_be_forced(compiled):
+    given = ids(1, 2 * decay.ROWS + 40)
+    logits = []
+    for attention in ("reference", "decayed"):
+        model = build("llama")
+        patch(model, "xpos:scale_base=8", attention=attention)
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="eager") if compiled and attention == "decayed" else model
+        with executors_of(model) as run, torch.no_grad():
+            logits.append(call(given, use_cache=False).logits)
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
+    assert compiled or set(run) == {"decayed"}
+    with torch.no_grad(), pytest.raises(UnsupportedModel, match="decayed: the queries are one block"):
+        model(ids(1, 40))
 
 
 @pytest.mark.parametrize("word", ["joined", "segmented"])

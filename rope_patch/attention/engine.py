@@ -93,7 +93,7 @@ _WITHIN = ("chunked", "segmented", "fused", "intervals", "merged", "products", "
 """Words for `attention` that also choose inside an executor."""
 
 _AROUND = (
-    Row(graph.EXECUTOR, modes=_WITHIN),
+    Row(graph.EXECUTOR, modes=(*_WITHIN, "decayed")),
     Row(decayed.EXECUTOR, modes=("oracle", "reference", *_WITHIN)),
 )
 _ONE_QUERY = (

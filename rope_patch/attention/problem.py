@@ -25,7 +25,8 @@ from rope_patch.typing import PositionMap
 # fmt: off
 AttentionMode = Literal[
     "auto", "oracle", "chunked", "segmented", "fused",
-    "flex", "reference", "joined", "one_call", "traced", "merged", "products", "block", "graph", "intervals"
+    "flex", "reference", "joined", "one_call", "traced", "merged", "products", "block", "graph", "decayed",
+    "intervals"
 ]
 # fmt: on
 """The way to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one
@@ -260,6 +261,16 @@ class Problem:
         """Mark a call of one query as causal: the query sees all keys, as the last one of a causal call does."""
         return self if self.q_length > 1 or self.causal else self.replaced(causal=True)
 
+    @property
+    def rotation(self) -> str:
+        """How the states were rotated for each region, and why not by one kernel; empty if they were not, or on a CPU,
+        for which there is no such kernel.
+        """
+        if self._rotated is None or self.turner is None or self.value.is_cpu:
+            return ""
+        why = self._region_by_region(self.turner)
+        return f"region by region; not by one kernel: {why}" if why else "one kernel for all regions"
+
     def turned(self) -> Problem:
         """The rotated problem after its queries received the rotation that they still need."""
         call = self.rotated
@@ -321,10 +332,9 @@ class Problem:
         rotated a few at a time keep their rotation in `turn`.
         """
         query, key = cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
-        by_definition = self.mode in ("oracle", "reference") or self.compiling
-        if not by_definition and turner.at_once and rotation_kernel.supports(query, key):
+        if not self._region_by_region(turner):
             return self._branches_at_once(turner)
-        later = query.is_cpu and not (by_definition or self.biased or self.decay is not None)
+        later = query.is_cpu and not (self._by_definition or self.biased or self.decay is not None)
         keys: dict[tuple[PositionMap, int], torch.Tensor] = {}  # regions with the same rotation share them
         branches = []
         for region in turner.regions:
@@ -338,6 +348,19 @@ class Problem:
             within = None if region == ALL_PAIRS else region
             branches.append(Branch(within, rotated, keys[region.key_map, first], first, turn))
         return tuple(branches)
+
+    @property
+    def _by_definition(self) -> bool:
+        """Whether states are rotated by plain operators, with all results in memory."""
+        return self.mode in ("oracle", "reference") or self.compiling
+
+    def _region_by_region(self, turner: Turner) -> str:
+        """The reason why no single kernel rotates the states for all regions, or an empty string."""
+        if self._by_definition:
+            return "the model is compiled" if self.compiling else f"attention={self.mode!r} is the definition"
+        if not turner.at_once:
+            return "rotations are learned, exact, or no rotation of pairs of dimensions"
+        return rotation_kernel.supports(*cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key)))
 
     def _branches_at_once(self, turner: Turner) -> tuple[Branch, ...]:
         """The same, where one kernel rotates the queries of all regions, and one the keys."""

@@ -22,13 +22,18 @@ TOKENS = 32
 """Tokens in a block of the kernel."""
 
 
-def supports(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the kernel rotates the states of a call `(batch, heads or kv_heads, length, head_dim)`: there are many on
-    a device for which Triton compiles, and the kernel equalled the definition when it was tried.
+def supports(query: torch.Tensor, key: torch.Tensor) -> str:
+    """The reason why the kernel does not rotate the states of a call `(batch, heads or kv_heads, length, head_dim)`, or
+    an empty string: there are many on a device for which Triton compiles, and the kernel equalled the definition when
+    it was tried.
     """
-    if query.numel() < LARGE or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False
-    return compiles(query.device) and query.dtype == key.dtype and not objection(query.device, query.dtype)
+    if not compiles(query.device):
+        return f"Triton does not compile for a {query.device.type}"
+    if query.numel() < LARGE:
+        return f"queries have {query.numel():,} entries, and it is faster from {LARGE:,} on"
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16) or query.dtype != key.dtype:
+        return f"it does not take queries of {query.dtype} and keys of {key.dtype}"
+    return objection(query.device, query.dtype)
 
 
 def rotations(

@@ -27,7 +27,8 @@ class Executor:
         supports: why it cannot compute a problem; empty if it can. It reads no value on a device.
         attend: computes it.
         pieces: the number of pieces that it scores a problem in, after `attend`.
-        kernel: the name of the kernel that scores a piece, and why faster ones do not; empty if there is no choice.
+        kernel: what scores a piece, which may be another executor, and why faster ones do not; empty if there is no
+            choice.
     """
 
     name: str

@@ -15,6 +15,7 @@ from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.schemes.tools.rotary import RotaryLayout
 from rope_patch.typing import Frequencies
 from tests.attention.test_fused import DEVICE, needs_triton, run
+from tests.simulated_device import Simulated
 
 __all__ = ["run"]
 
@@ -50,7 +51,7 @@ def errors(spec: str, layout: str, dtype: str, kv_length: int) -> dict[str, floa
         change.setattr(rotation_kernel, "LARGE", 0)
         change.setattr(rotation_kernel, "launch", lambda *a, **k: launches.append(1) or original(*a, **k))
         problem, states = called(spec, layout, dtype, kv_length)
-        assert rotation_kernel.supports(*states)
+        assert not rotation_kernel.supports(*states)
         launches.clear()  # those of the trial
         one = problem.rotated
         forward = len(launches)
@@ -131,15 +132,30 @@ def test_a_rotation_that_nobody_uses_adds_no_gradient(run):
 def test_small_states_and_processors_take_other_ways(monkeypatch):
     query, key = torch.randn(2, 1, 4, 8, 16)
     monkeypatch.setattr(rotation_kernel, "objection", lambda *_: pytest.fail("no trial without a device"))
-    assert not rotation_kernel.supports(query, key)
-    monkeypatch.setattr(rotation_kernel, "LARGE", 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not rotation_kernel.supports(query, key)  # a CPU
-    assert not rotation_kernel.supports(query.double(), key.double())
+    assert "for a cpu" in rotation_kernel.supports(query, key)
+    monkeypatch.setattr(rotation_kernel, "compiles", lambda _: True)
+    assert "1,048,576" in rotation_kernel.supports(query, key)
+    monkeypatch.setattr(rotation_kernel, "LARGE", 0)
+    assert "float64" in rotation_kernel.supports(query.double(), key.double())
+    assert "float16" in rotation_kernel.supports(query, key.half())
+
+
+def test_a_problem_says_how_it_was_rotated(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    problem, _ = called("rerope:window=16", "halves", "float32", 40)
+    problem.rotated  # noqa: B018
+    assert problem.rotation == ""  # a CPU
+    problem = problem.replaced(value=Simulated(problem.value))
+    assert problem.rotation == ""  # not yet
+    problem.rotated  # noqa: B018
+    assert problem.rotation == "region by region; not by one kernel: Triton does not compile for a cpu"
+    monkeypatch.setattr(rotation_kernel, "supports", lambda *_: "")
+    assert problem.rotation == "one kernel for all regions"
 
 
 def test_the_oracle_and_a_learned_rotation_take_no_kernel(monkeypatch):
-    monkeypatch.setattr(rotation_kernel, "supports", lambda *_: True)
+    monkeypatch.setattr(rotation_kernel, "supports", lambda *_: "")
     monkeypatch.setattr(rotation_kernel, "launch", lambda *_, **__: pytest.fail("a kernel rotates"))
     problem, _ = called("rerope:window=16", "halves", "float32", 40)
     problem.replaced(mode="oracle").rotated  # noqa: B018

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from rope_patch.attention import decay, paths
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, choose
 
 
 def supports(problem: Problem) -> str:
@@ -25,7 +27,7 @@ def attend(problem: Problem) -> Output:
     Raises:
         UnsupportedPositions: heads keep different keys.
     """
-    call, outputs, weights = problem.turned(), [], []
+    call, outputs, weights = _inside(problem.turned()), [], []
     for start in range(0, call.q_length, decay.ROWS):
         block = call.rows(start, min(start + decay.ROWS, call.q_length))
         output, weight = paths.score(block.decayed())
@@ -36,4 +38,20 @@ def attend(problem: Problem) -> Output:
     return torch.cat(outputs, dim=2), torch.cat(weights, dim=2) if weights else None
 
 
-EXECUTOR = Executor("decayed", "blocks of queries, between which scores decay", supports, attend)
+def _inside(call: Problem) -> Problem:
+    """The call as its blocks are scored: its own name asks for no executor of a block."""
+    return call.replaced(mode="auto") if call.mode == "decayed" else call
+
+
+def _pieces(problem: Problem) -> int:
+    return math.ceil(problem.q_length / decay.ROWS)
+
+
+def _kernel(problem: Problem) -> str:
+    """The name of the executor that scores the last block of queries, which is the largest."""
+    call = _inside(problem.rotated)
+    last = call.rows(max(0, call.q_length - decay.ROWS), call.q_length)
+    return f"{choose(paths.ROWS, last.decayed()).name} for each block"
+
+
+EXECUTOR = Executor("decayed", "blocks of queries, between which scores decay", supports, attend, _pieces, _kernel)

@@ -18,7 +18,7 @@ from rope_patch.attention.decay import Decay
 from rope_patch.attention.executors import decayed, merged
 from rope_patch.attention.problem import NOT_PRODUCTS, AttentionMode, Branch, Output, Problem
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, choose
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Merged
 from rope_patch.errors import UnsupportedPositions
@@ -170,7 +170,7 @@ def attend(problem: Problem) -> Output:
         scaling=call.scaling,
         causal=call.causal,
         scattered=call.scattered,
-        mode="auto" if problem.mode == "graph" else problem.mode,
+        mode=_mode(problem),
         gradient=torch.is_grad_enabled(),
         learns=learns,
     )
@@ -178,7 +178,31 @@ def attend(problem: Problem) -> Output:
     return _attend(*arguments._replace(gradient=gradient))[0].transpose(1, 2), None
 
 
-EXECUTOR = Executor("graph", "one operator of a compiled model, which chooses inside", supports, attend)
+def _mode(problem: Problem) -> AttentionMode:
+    """The word for the choice inside the operator."""
+    return "auto" if problem.mode == "graph" else problem.mode
+
+
+def _within(problem: Problem) -> Problem:
+    """The call as the operator computes it, with values that are known."""
+    return problem.rotated.as_causal.replaced(compiling=False, mode=_mode(problem))
+
+
+def _pieces(problem: Problem) -> int:
+    call = _within(problem)
+    return _inside(call).pieces(call)
+
+
+def _kernel(problem: Problem) -> str:
+    """The name of the executor that runs inside the operator, and what scores its pieces."""
+    call = _within(problem)
+    inside = _inside(call)
+    return ": ".join(filter(None, [f"{inside.name} inside the operator", inside.kernel(call)]))
+
+
+EXECUTOR = Executor(
+    "graph", "one operator of a compiled model, which chooses inside", supports, attend, _pieces, _kernel
+)
 
 
 def _term(problem: Problem) -> TileBias | None:
@@ -204,7 +228,11 @@ bool scattered, str mode, bool gradient, bool learns"""
 
 def _scores(problem: Problem) -> torch.Tensor:
     """Compute the output of a problem by the executor that the table chooses in eager mode."""
-    return (decayed.attend(problem) if problem.decay is not None else paths.score(problem))[0]
+    return _inside(problem).attend(problem)[0]
+
+
+def _inside(problem: Problem) -> Executor:
+    return decayed.EXECUTOR if problem.decay is not None else choose(paths.ROWS, problem)
 
 
 def _by_pieces(problem: Problem) -> bool:

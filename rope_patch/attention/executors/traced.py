@@ -15,7 +15,7 @@ from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import product, upcast
-from rope_patch.attention.tile_kernels import HALF, FlashCPU, Work
+from rope_patch.attention.tile_kernels import HALF, Dense, FlashCPU, Work
 from rope_patch.attention.turner import Turner
 from rope_patch.schemes.slots import Region
 
@@ -55,13 +55,23 @@ def attend(problem: Problem) -> Output:
     """
     turner, value = cast(Turner, problem.turner), problem.value
     parts = [_part(problem, turner, region) for region in turner.regions]
-    by_kernel = value.is_cpu and value.dtype in HALF
-    out, largest = (_by_kernel if by_kernel else _by_one_softmax)(parts, problem.scaling)
+    out, largest = (_by_kernel if _suits_kernel(value) else _by_one_softmax)(parts, problem.scaling)
     out = out.masked_fill(largest <= torch.finfo(out.dtype).min / 2, 0)  # a bias may hide all keys
     return out.to(value.dtype).flatten(1, 2)[:, :, None], None
 
 
-EXECUTOR = Executor("traced", "one query of a compiled model, one softmax", supports, attend, planned_pieces)
+def _suits_kernel(value: torch.Tensor) -> bool:
+    return value.is_cpu and value.dtype in HALF
+
+
+def _kernel(problem: Problem) -> str:
+    value = problem.value
+    if _suits_kernel(value):
+        return FlashCPU.name
+    return "sums that the compiler fuses" if _compiles_sums(value) else Dense.name
+
+
+EXECUTOR = Executor("traced", "one query of a compiled model, one softmax", supports, attend, planned_pieces, _kernel)
 
 
 def _part(problem: Problem, turner: Turner, region: Region) -> Part:
