@@ -260,7 +260,7 @@ REFUSED = [
     ("lmdeploy-pytorch", PART, {}, "KeyError"),
     ("tensorrt-llm", PART, {}, "ValueError"),
     ("deepspeed", YARN, {}, "ValueError"),
-    ("deepspeed-fastgen", LLAMA3, {}, "refuses the type"),
+    ("deepspeed-fastgen", LLAMA3, {}, "refuses llama3"),
 ]
 
 
@@ -382,10 +382,10 @@ LAGUNA = source(
         ("vllm==0.22", source(YARN | {"attention_factor": 1.3}), "before, it ignores attention_factor"),
         ("sglang==0.4", source(YARN, both=False, model_type="lfm2_moe"), "before, it drops the scaling"),
         ("llama.cpp==b5000", source(YARN, architectures=["Qwen3MoeForCausalLM"]), "before, it drops yarn"),
-        ("lmdeploy==0.9", source(YARN, both=False), "reads rope_theta and rope_scaling at the top alone"),
+        ("lmdeploy==0.9", source(YARN, both=False), "reads only rope_theta and rope_scaling at the top"),
         ("tensorrt-llm==1.0", LAGUNA, "applied twice"),
         ("megatron==0.10", source(LINEAR), "before, it drops linear"),
-        ("deepspeed==0.17", source(LLAMA3), "drops the scaling without a word"),
+        ("deepspeed==0.17", source(LLAMA3), "silently drops the scaling"),
         ("mlx-vlm==0.3", source(LLAMA3, model_type="mllama_text_model"), "before, it drops the scaling"),
     ],
 )

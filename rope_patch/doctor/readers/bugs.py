@@ -62,7 +62,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "Ollama, its import of a folder",
         "ollama/ollama convert/convert_llama.go@017eb8a",
-        "keeps linear and llama3 of Llama's architecture and drops yarn; convert with llama.cpp instead",
+        "keeps linear and llama3 for Llama's architecture and drops yarn; convert the folder with llama.cpp instead",
         "017eb8a",
         {"rope_parameters": _YARN},
         "yarn",
@@ -78,7 +78,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ROCm aiter, in SGLang",
         "ROCm/aiter#4742",
-        "takes any entry for deepseek_yarn and stops without L",
+        "takes any entry for deepseek_yarn and fails without L",
         "until 14 August 2026",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}},
         "default",
@@ -102,7 +102,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "KerasHub",
         "keras-team/keras-hub#2729",
-        "stops at a config of Transformers 5 (KeyError: rope_theta)",
+        "fails at a config of Transformers 5 (KeyError: rope_theta)",
         "versions not established",
         _THETA,
         "theta_500000",
@@ -110,7 +110,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "SkyRL",
         "NovaSky-AI/SkyRL#976",
-        "hands rope_scaling and rope_theta to arguments that vLLM and from_pretrained do not have (TypeError)",
+        "passes rope_scaling and rope_theta as arguments that vLLM and from_pretrained do not have (TypeError)",
         "open on 27 January 2026",
         {"rope_scaling": _YARN, "rope_theta": 1e6},
         "yarn",
@@ -118,7 +118,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "slime",
         "THUDM/slime#1720",
-        "compares the theta of Transformers 4's words, 10000, with that of the checkpoint",
+        "compares theta as Transformers 4 spells it, which is then 10000, with the checkpoint's theta",
         "versions not established",
         _THETA,
         "theta_500000",
@@ -134,7 +134,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "candle",
         "huggingface/candle#3746",
-        "has a fixed theta for Yi",
+        "always uses the same theta for Yi",
         "versions not established",
         {"rope_theta": 5e6},
         "theta_500000",
@@ -150,7 +150,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "mini-SGLang",
         "sgl-project/mini-sglang#13",
-        "reads the words of Transformers 4 alone",
+        "reads only the fields of Transformers 4",
         "18 December 2025",
         _THETA,
         "theta_500000",
@@ -190,7 +190,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "TokenSpeed",
         "lightseekorg/tokenspeed#485",
-        "reads text_config.rope_scaling alone for the context length",
+        "reads only text_config.rope_scaling for the context length",
         "19 June 2026",
         _QWEN35,
         "yarn",
@@ -198,7 +198,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "MaxText",
         "AI-Hypercomputer/maxtext#4616",
-        "turns the whole head of Qwen3.5, whatever partial_rotary_factor is",
+        "rotates the whole head of Qwen3.5, whatever partial_rotary_factor is",
         "open on 26 July 2026",
         _QWEN35,
         "partial_default",
@@ -206,7 +206,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "NeMo Automodel",
         "NVIDIA-NeMo/Automodel#2652",
-        "stops with yarn without L (KeyError)",
+        "fails at yarn without L (KeyError)",
         "until its merge, opened on 20 June 2026",
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         "yarn_original_missing",
@@ -222,7 +222,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "LongLoRA",
         "JIA-Lab-research/LongLoRA#181",
-        "sets linear when it trains and does not write it into the config that it publishes",
+        "trains under linear and does not write it into the published config",
         "open since February 2024",
         {},
         "linear",
@@ -230,7 +230,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "Llama's reference code",
         "meta-llama/llama-models#241",
-        "has the fixed factor 8 (also pytorch/executorch#7265)",
+        "always uses the factor 8 (also pytorch/executorch#7265)",
         "until December 2024",
         {"rope_parameters": {**_LLAMA3, "factor": 32.0}},
         "llama3",
@@ -238,7 +238,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "gemma.cpp",
         "google/gemma.cpp#986",
-        "has a fixed theta on its dense path",
+        "always uses the same theta on its dense path",
         "open on 22 August 2026; no published model differs",
         {"rope_theta": 5e5},
         "theta_500000",
@@ -246,7 +246,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "speculators",
         "vllm-project/speculators#649",
-        "takes the plain positions of sliding layers for a draft, where parameters are nested",
+        "uses the plain positions of sliding layers for a draft if parameters are nested",
         "since its merge, opened on 24 June 2026",
         {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}}},
         "nested_yarn_full",
@@ -262,7 +262,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "Atlas",
         "Avarok-Cybersecurity/atlas#276",
-        "has one table for DeepSeek V4's layers of two types",
+        "uses one table for both types of DeepSeek V4's layers",
         "until 6 July 2026",
         {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}}},
         "nested_yarn_sliding",
@@ -270,7 +270,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "vLLM Ascend",
         "vllm-project/vllm-ascend#5201",
-        "has a wrong theta in its documentation",
+        "documents a wrong theta",
         "versions not established",
         _THETA,
         "theta_500000",
@@ -286,7 +286,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "vLLM",
         "vllm-project/vllm#56066",
-        "drops theta at the top of BailingMoeV2, where rope_parameters has none",
+        "drops theta at the top of BailingMoeV2 if rope_parameters has none",
         "open on 9 September 2026",
         {"model_type": "bailing_moe_v2", "rope_theta": 6e5, "rope_parameters": {"rope_type": "default"}},
         "theta_500000",
@@ -294,7 +294,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "vLLM",
         "vllm-project/vllm#52675",
-        "computes NaN for dynamic, where max_trained_positions is beyond max_model_len",
+        "computes NaN for dynamic if max_trained_positions is beyond max_model_len",
         "open on 18 August 2026",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 2048}},
         "dynamic",
@@ -318,7 +318,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "Transformers 5",
         "huggingface/transformers#47435",
-        "lacks the factor g(mscale_all_dim)^2 on the scores of DeepSeek V2 and Mistral 4",
+        "does not multiply the scores of DeepSeek V2 and Mistral 4 by g(mscale_all_dim)^2",
         "until its merge, opened on 20 July 2026",
         {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
@@ -340,7 +340,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "llama.cpp",
         "ggml-org/llama.cpp#18013",
-        "reads no rope_parameters: theta = 10000 and no scaling",
+        "does not read rope_parameters, so theta is 10000 and there is no scaling",
         "until 14 December 2025 (that this was so before is inferred)",
         _THETA,
         "theta_500000",
@@ -348,7 +348,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "llama.cpp",
         "ggml-org/llama.cpp#22612",
-        "takes apply_scale of a Mistral params.json for a scale that is switched off",
+        "reads apply_scale of a Mistral params.json as if it switched the scale off",
         "until its merge, opened on 2 May 2026",
         {},
     ),
@@ -374,7 +374,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "Megatron-LM",
         "NVIDIA/Megatron-LM#6305",
-        "drops --rope-scaling-factor and takes 8",
+        "ignores --rope-scaling-factor and takes 8",
         "until August 2026",
         {"rope_parameters": {**_LLAMA3, "factor": 32.0}},
         "llama3",
@@ -390,7 +390,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "TensorRT-LLM",
         "NVIDIA/TensorRT-LLM#16378",
-        "turns twice with rope_fusion=False",
+        "rotates twice with rope_fusion=False",
         "until its merge, opened on 14 July 2026",
         {"rope_parameters": _YARN},
         "yarn",
@@ -414,7 +414,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "DeepSpeed, its rotary operator",
         "deepspeedai/DeepSpeed#8373",
-        "misses theta",
+        "does not read theta",
         "versions not established",
         _THETA,
         "theta_500000",
@@ -422,7 +422,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "Unsloth",
         "unslothai/unsloth#7028",
-        "replaces llama3 by linear without theta, where max_seq_length is beyond max_position_embeddings",
+        "replaces llama3 by linear without theta if max_seq_length is beyond max_position_embeddings",
         "until 9 July 2026",
         {"rope_parameters": _LLAMA3, "max_position_embeddings": 131072},
         "llama3",
@@ -430,7 +430,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "Unsloth",
         "unslothai/unsloth#3083",
-        "does not hand rope_scaling to vLLM with fast_inference",
+        "does not pass rope_scaling to vLLM with fast_inference",
         "2025.8.1, open",
         {"rope_scaling": _YARN},
         "yarn",
@@ -438,7 +438,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "ms-swift, its Megatron path",
         "modelscope/ms-swift#6056",
-        "is not given rope_scaling",
+        "does not receive rope_scaling",
         "until #6056",
         {"rope_scaling": _YARN},
         "yarn",

@@ -32,14 +32,14 @@ DEEPSPEED = Reader(
     spelling=Spelling(top_theta_first=True),
     deviations=(
         Deviation(
-            "turns with theta = 10000, whatever the config says",
+            "rotates with theta = 10000, whatever the config says",
             always,
             to(theta=10000.0),
             "deepspeedai/DeepSpeed#4480",
             ended="deepspeedai/DeepSpeed#4480, October 2023",
         ),
         Deviation(
-            "stops at a config of Transformers 5 (AttributeError: rope_theta)",
+            "fails at a config of Transformers 5 (AttributeError: rope_theta)",
             new_words_alone,
             refuse,
             "deepspeedai/DeepSpeed#8341",
@@ -48,7 +48,7 @@ DEEPSPEED = Reader(
             silent=False,
         ),
         Deviation(
-            "drops the scaling without a word",
+            "silently drops the scaling",
             unless(is_type("default")),
             plain,
             "deepspeedai/DeepSpeed#8341",
@@ -64,7 +64,7 @@ DEEPSPEED = Reader(
             silent=False,
         ),
         Deviation(
-            "turns hidden_size / num_attention_heads dimensions, whatever head_dim and partial_rotary_factor are",
+            "rotates hidden_size / num_attention_heads dimensions, whatever head_dim and partial_rotary_factor are",
             always,
             _head_of_hidden,
             _INJECTION,
@@ -79,11 +79,11 @@ FASTGEN = Reader(
     "#8345",
     "read",
     "deepspeedai/DeepSpeed deepspeed/inference/v2/model_implementations; #8345",
-    "rope_theta, since #8345 that of rope_parameters, too; no scaling",
+    "rope_theta, and since #8345 also theta of rope_parameters; no scaling",
     spelling=Spelling(top_theta_first=True),
     deviations=(
         Deviation(
-            "misses theta of rope_parameters (AttributeError in seven models; its default in EXAONE 4)",
+            "does not find theta of rope_parameters, and takes its own default for EXAONE 4",
             all_of(new_words_alone, model_in("exaone4")),
             taken_as(Spelling(keys=("rope_scaling",), inner_theta=False, nested=False, theta=1e6)),
             "deepspeedai/DeepSpeed#8345",
@@ -91,7 +91,7 @@ FASTGEN = Reader(
             ended=_FIX_2,
         ),
         Deviation(
-            "stops at a config of Transformers 5 (AttributeError: rope_theta)",
+            "fails at a config of Transformers 5 (AttributeError: rope_theta)",
             all_of(new_words_alone, unless(model_in("exaone4"))),
             refuse,
             "deepspeedai/DeepSpeed#8345",
@@ -100,14 +100,14 @@ FASTGEN = Reader(
             silent=False,
         ),
         Deviation(
-            "drops the scaling without a word",
+            "silently drops the scaling",
             unless(is_type("default")),
             plain,
             "deepspeedai/DeepSpeed#8345",
             ended=_FIX_2,
         ),
         Deviation(
-            "refuses the type (llama3, linear, dynamic, yarn and longrope)",
+            "refuses llama3, linear, dynamic, yarn and longrope",
             is_type("llama3", "linear", "dynamic", "yarn", "longrope"),
             refuse,
             "deepspeedai/DeepSpeed#8345",

@@ -54,7 +54,7 @@ def _without_l(layer: Layer) -> Rotation:
 
 def _mscale_row(since: str, until: str) -> Deviation:
     return Deviation(
-        "computes 0.1 ln k + 1 where mscale and mscale_all_dim are both there, except in its class for DeepSeek V3",
+        "computes 0.1 ln k + 1 if the config has both mscale and mscale_all_dim, except in its class for DeepSeek V3",
         all_of(_both_mscales, unless(_asks_for_ratio), unless(yarn_temperature)),
         to(mscale=None, mscale_all_dim=None),
         f"{_ROPE}._rope_params_yarn; turboderp-org/exllamav3#259",
@@ -76,14 +76,14 @@ EXLLAMA = Reader(
     by_layer=("gemma3*",),
     deviations=(
         Deviation(
-            "reads rope_scaling and rope_theta at the top alone",
+            "reads only rope_scaling and rope_theta at the top",
             new_words_alone,
             taken_as(OLD),
             "turboderp-org/exllamav3 exllamav3/model/config.py, an older version",
             ended="a release before 1.6.5",
         ),
         Deviation(
-            "stops, because it has no such type (ValueError)",
+            "fails, because it does not know this type (ValueError)",
             is_type("dynamic"),
             refuse,
             _ROPE,
@@ -98,14 +98,14 @@ EXLLAMA = Reader(
             layers=("full_attention",),
         ),
         Deviation(
-            "turns the sliding layers of Gemma 3 with theta = 10000",
+            "rotates the sliding layers of Gemma 3 with theta = 10000",
             _gemma3,
             lambda layer: to(theta=1e4)(replace(layer, rotation=plain(layer))),
             "exllamav3 1.6.5 exllamav3/architecture/gemma3.py",
             layers=("sliding_attention",),
         ),
         Deviation(
-            "takes max_position_embeddings for L of yarn where the entry has none",
+            "takes max_position_embeddings for L of yarn if the entry has no L",
             all_of(is_type("yarn"), lacks(ORIGINAL)),
             _without_l,
             f"{_ROPE}._rope_params_yarn",
@@ -121,14 +121,14 @@ EXLLAMA = Reader(
         _mscale_row("", "1.0.0"),
         _mscale_row("1.2.2", ""),
         Deviation(
-            "leaves the temperature at 1 where llama_4_scaling_beta is there",
+            "leaves the temperature at 1 if the config has llama_4_scaling_beta",
             all_of(is_type("yarn"), wrote("llama_4_scaling_beta"), unless(yarn_temperature), unless(_asks_for_ratio)),
             to(attention_factor=1.0),
             f"{_ROPE}._rope_params_yarn",
             "write attention_factor",
         ),
         Deviation(
-            "takes L = 8192 for llama3 where it is not in the entry",
+            "takes L = 8192 for llama3 if it is not in the entry",
             all_of(is_type("llama3"), lacks(ORIGINAL)),
             to(original=8192),
             f"{_ROPE}._rope_params_llama3",
@@ -143,8 +143,7 @@ EXLLAMA = Reader(
         ),
         Deviation(
             "computes the temperature sqrt(1 + ln k / ln L), k = max_position_embeddings / L, without "
-            "attention_factor, "
-            "factor, short_mscale and long_mscale",
+            "attention_factor, factor, short_mscale and long_mscale",
             is_type("longrope"),
             list_temperature_from(),
             f"{_ROPE}._rope_params_longrope",

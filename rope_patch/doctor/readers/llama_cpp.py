@@ -88,7 +88,7 @@ LLAMA_CPP = Reader(
             ended="ggml-org/llama.cpp#13331, 6 May 2025",
         ),
         Deviation(
-            "computes the temperature from mscale_all_dim in its code for DeepSeek: 1 where it is there",
+            "computes the temperature from mscale_all_dim in its code for DeepSeek, and takes 1 if the config has it",
             _from_config(_deepseek, is_type("yarn")),
             _deepseek_temperature,
             _LOADER,
@@ -116,14 +116,14 @@ LLAMA_CPP = Reader(
             f'write "{ORIGINAL}" at the top of the config, too',
         ),
         Deviation(
-            "writes llama3's factors in its converter for Llama, Mistral and Mixtral only",
+            "writes the factors of llama3 only in its converter for Llama, Mistral and Mixtral",
             _from_config(is_type("llama3"), unless(class_in(*LLAMA_CLASSES, *_OWN_CLASSES))),
             plain,
             f"{_LLAMA}.generate_extra_tensors; conversion/qwen.py@03173d5",
             _GGUF,
         ),
         Deviation(
-            "writes lists of factors for a few architectures only, such as Phi-3",
+            "writes lists of factors only for a few architectures, such as Phi-3",
             _from_config(is_type("longrope"), unless(class_in(*_LISTS_CLASSES))),
             plain,
             _CONVERTER,
@@ -138,7 +138,7 @@ LLAMA_CPP = Reader(
             partly=True,
         ),
         Deviation(
-            "has no proportional, and keeps the plain frequencies",
+            "does not know proportional, and keeps the plain frequencies",
             _from_config(is_type("proportional")),
             _without_rotated_part,
             f"{_CONVERTER}; ggml-org/llama.cpp#21403",
@@ -147,20 +147,20 @@ LLAMA_CPP = Reader(
         ),
         Deviation("keeps the checkpoint's base", _from_config(is_type("dynamic")), plain, _CONVERTER),
         Deviation(
-            "writes no scaling of sliding layers",
+            "writes no scaling for sliding layers",
             _from_config(unless(is_type("default"))),
             plain,
             _CONVERTER,
             layers=("sliding_attention",),
         ),
         Deviation(
-            "turns the whole head of a Llama, whatever partial_rotary_factor is",
+            "rotates the whole head of a Llama, whatever partial_rotary_factor is",
             _from_config(class_in(*LLAMA_CLASSES), lambda layer: layer.rotation.partial != 1),
             to(partial=1.0),
             f"{_LLAMA}.set_gguf_parameters",
         ),
     ),
-    unknown="Which builds before December 2025 read no rope_parameters (ggml-org/llama.cpp#18013), and since when the "
-    "sliding layers of Gemma 3 have their own scale (#14367). Which converter classes beside Llama's write the factors "
-    "of llama3.",
+    unknown="Which builds before December 2025 did not read rope_parameters (ggml-org/llama.cpp#18013), and since when "
+    "the sliding layers of Gemma 3 have their own scale (#14367). Which converter classes beside Llama's write the "
+    "factors of llama3.",
 )

@@ -31,7 +31,7 @@ from .cases import (
 _TURBOMIND = "InternLM/lmdeploy@15692e3 lmdeploy/turbomind parse_rope_param"
 _PYTORCH = "InternLM/lmdeploy@07e6bea lmdeploy/pytorch/nn/rotary_embedding.py"
 
-_NO_L = "With Transformers 5 the config object has L in its entry; without it, "
+_NO_L = "With Transformers 5 the config object has L in its entry. Without L there, "
 
 
 def _factor_of_frequencies(layer: Layer) -> Rotation:
@@ -50,7 +50,7 @@ TURBOMIND = Reader(
     start="session_len={length} of its TurbomindEngineConfig",
     deviations=(
         Deviation(
-            "reads rope_theta and rope_scaling at the top alone",
+            "reads only rope_theta and rope_scaling at the top",
             new_words_alone,
             taken_as(OLD),
             "InternLM/lmdeploy#4304",
@@ -58,14 +58,14 @@ TURBOMIND = Reader(
             ended="30 January 2026",
         ),
         Deviation(
-            "stops, because it has no such rope_type (RuntimeError)",
+            "fails, because it does not know this rope_type (RuntimeError)",
             is_type("longrope", "proportional"),
             refuse,
             _TURBOMIND,
             silent=False,
         ),
         Deviation(
-            "drops the type where mrope_section is there, and keeps the plain frequencies",
+            "drops the type if there is an mrope_section, and keeps the plain frequencies",
             all_of(unless(is_type("default")), lambda layer: bool(layer.rotation.sections)),
             plain,
             _TURBOMIND,
@@ -86,7 +86,7 @@ TURBOMIND = Reader(
         ),
         Deviation("rounds the ends of the ramp", is_yarn(truncate=False), to(truncate=True), _TURBOMIND),
         Deviation(
-            "turns the whole head, whatever partial_rotary_factor is",
+            "rotates the whole head, whatever partial_rotary_factor is",
             all_of(unless(is_type("proportional")), lambda layer: layer.rotation.partial != 1),
             to(partial=1.0),
             _TURBOMIND,
@@ -108,7 +108,7 @@ LMDEPLOY_PYTORCH = Reader(
     start="session_len={length} of its PytorchEngineConfig",
     deviations=(
         Deviation(
-            "reads rope_theta and rope_scaling at the top alone",
+            "reads only rope_theta and rope_scaling at the top",
             new_words_alone,
             taken_as(OLD),
             "InternLM/lmdeploy#4303",
@@ -116,7 +116,7 @@ LMDEPLOY_PYTORCH = Reader(
             ended="28 January 2026",
         ),
         Deviation(
-            "stops, because it has no such rope_type (KeyError)",
+            "fails, because it does not know this rope_type (KeyError)",
             is_type("proportional"),
             refuse,
             _PYTORCH,

@@ -38,8 +38,8 @@ MEGATRON = Reader(
     "0.19.2",
     "read",
     f"{_CORE}/rotary_pos_embedding.py, yarn_rotary_pos_embedding.py; {_BRIDGE}",
-    "arguments, no config; the bridge fills them from rope_theta at the top, else from the entry, with type before "
-    "rope_type: theta, and the scaling of yarn; of linear and llama3 in its bridge for Llama",
+    "command-line arguments, which the bridge fills from a config: theta at the top before that of the entry, type "
+    "before rope_type, and the scaling of yarn; its bridge for Llama also fills in linear and llama3",
     spelling=Spelling(top_theta_first=True, type_first=True),
     by_layer=("gemma3*",),
     deviations=(
@@ -51,13 +51,14 @@ MEGATRON = Reader(
             ended="26 July 2026",
         ),
         Deviation(
-            "takes the factor of llama3 alone in its bridge for Llama: the rest is 1, 4 and L = 8192",
+            "reads only the factor of llama3 in its bridge for Llama, and takes low_freq_factor = 1, high_freq_factor "
+            "= 4 and L = 8192",
             all_of(_llama, is_type("llama3")),
             to(low_freq_factor=1.0, high_freq_factor=4.0, original=8192),
             f"{_LLAMA_BRIDGE}; {_CORE}/rotary_pos_embedding.py _apply_scaling",
         ),
         Deviation(
-            "drops every scaling but yarn without a word, in its bridge for Llama all but yarn, llama3 and linear",
+            "silently drops every scaling but yarn; its bridge for Llama keeps yarn, llama3 and linear",
             any_of(
                 all_of(unless(_llama), unless(_gemma3_linear), unless(is_type("default", "yarn"))),
                 all_of(_llama, is_type("dynamic", "longrope", "proportional")),
@@ -66,7 +67,8 @@ MEGATRON = Reader(
             f"{_BRIDGE}; {_LLAMA_BRIDGE}",
         ),
         Deviation(
-            "takes the factor of yarn alone in its bridge for Mistral: the rest is L = 4096, 32 and 1",
+            "reads only the factor of yarn in its bridge for Mistral, and takes L = 4096, beta_fast = 32 and beta_slow "
+            "= 1",
             all_of(_mistral, is_type("yarn")),
             to(
                 original=4096,
@@ -87,13 +89,13 @@ MEGATRON = Reader(
             _BRIDGE,
         ),
         Deviation(
-            "counts an mscale or mscale_all_dim of 0 as given",
+            "takes an mscale or mscale_all_dim of 0 as given",
             all_of(_a_zero, wrote("mscale"), wrote("mscale_all_dim"), unless(_mistral)),
             ratio(None, None),
             f"{_CORE}/yarn_rotary_pos_embedding.py",
         ),
         Deviation(
-            "turns the whole head under yarn, whatever partial_rotary_factor is",
+            "rotates the whole head under yarn, whatever partial_rotary_factor is",
             all_of(is_type("yarn"), lambda layer: layer.rotation.partial != 1),
             to(partial=1.0),
             f"{_CORE}/yarn_rotary_pos_embedding.py",

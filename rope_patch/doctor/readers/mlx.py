@@ -57,7 +57,7 @@ def _default_l(lengths: dict[str, int]) -> tuple[Deviation, ...]:
     words = " and ".join(f"{length} for {name}" for name, length in lengths.items())
     return tuple(
         Deviation(
-            f"takes L = {words} where it is not in the entry",
+            f"takes L = {words} if it is not in the entry",
             all_of(is_type(name), lacks(ORIGINAL)),
             to(original=length),
             f"{_LM_ROPE}; {_VLM}",
@@ -93,13 +93,13 @@ MLX = Reader(
     "0.32.2",
     "run",
     f"{_LM_ROPE} initialize_rope",
-    "config.json itself, with type before rope_type. Most classes, such as Llama's, take rope_scaling and "
-    "rope_theta at the top alone; 17 of them, such as Qwen3's, take rope_parameters where those are missing",
+    "config.json itself, with type before rope_type. Most classes, such as Llama's, take only rope_scaling and "
+    "rope_theta at the top; 17 of them, such as Qwen3's, take rope_parameters if those are missing",
     spelling=_ENTRY,
     by_layer=("gemma3*",),
     deviations=(
         Deviation(
-            "stops in its class for Qwen3 without rope_theta at the top (TypeError)",
+            "fails in its class for Qwen3 without rope_theta at the top (TypeError)",
             all_of(model_in("qwen3"), new_words_alone, lambda layer: "rope_theta" not in layer.source.fields),
             refuse,
             "ml-explore/mlx-lm#1563",
@@ -108,7 +108,7 @@ MLX = Reader(
             silent=False,
         ),
         Deviation(
-            "reads rope_scaling and rope_theta at the top alone, as most of its model classes do",
+            "reads only rope_scaling and rope_theta at the top, as most of its model classes do",
             unless(any_of(_reads_new_words, _gemma3)),
             taken_as(_OLD_MLX),
             f"{_LM}/llama.py ModelArgs; ml-explore/mlx-lm#953",
@@ -146,7 +146,7 @@ MLX = Reader(
         ),
         Deviation("reads no scaling in its class for LFM2", model_in("lfm2"), plain, f"{_LM}/lfm2.py"),
         Deviation(
-            "stops at yarn whose factor is null (TypeError)",
+            "fails at yarn whose factor is null (TypeError)",
             null_factor,
             refuse,
             f"{_LM_ROPE} YarnRoPE",
@@ -154,7 +154,7 @@ MLX = Reader(
             silent=False,
         ),
         Deviation(
-            "gives every token one position, so it computes no images",
+            "gives every token a single position, so positions in images are lost",
             has_axes,
             to(sections=()),
             f"{_LM}/qwen2_vl.py",
@@ -163,7 +163,7 @@ MLX = Reader(
         ),
         Deviation("reads no scaling in its class for Phi", model_in("phi"), plain, f"{_LM}/phi.py"),
         Deviation(
-            "stops, because it has no such type (ValueError)",
+            "fails, because it does not know this type (ValueError)",
             all_of(named("su"), unless(_phi3)),
             refuse,
             _LM_ROPE,
@@ -172,7 +172,7 @@ MLX = Reader(
         ),
         *_default_l({"yarn": 4096, "llama3": 8192}),
         Deviation(
-            f"stops, because {ORIGINAL} is not in the entry (KeyError)",
+            f"fails, because {ORIGINAL} is not in the entry (KeyError)",
             all_of(is_type("longrope"), lacks(ORIGINAL), unless(_phi3)),
             refuse,
             _LM_ROPE,
@@ -187,7 +187,8 @@ MLX = Reader(
             _LISTS,
         ),
         Deviation(
-            "counts one of mscale and mscale_all_dim alone, with 1 and 0 for a missing one",
+            "uses mscale and mscale_all_dim even if one is missing, and takes 1 for a missing mscale and 0 for a "
+            "missing mscale_all_dim",
             is_type("yarn"),
             ratio(1.0, 0.0),
             f"{_LM_ROPE} YarnRoPE",
@@ -197,24 +198,23 @@ MLX = Reader(
         Deviation("uses the long factors for short texts, too", two_lists, long_for_all, _LM_ROPE, partly=True),
         Deviation(
             "computes the temperature sqrt(1 + ln k / ln L), k = max_position_embeddings / L, without "
-            "attention_factor, "
-            "factor, short_mscale and long_mscale",
+            "attention_factor, factor, short_mscale and long_mscale",
             is_type("longrope"),
             list_temperature_from(),
             f"{_LM_ROPE} SuScaledRoPE",
             _LISTS,
         ),
         Deviation(
-            "grows the base from max_position_embeddings on by the end of what it computes at once; cached keys keep "
-            "theirs",
+            "grows the base beyond max_position_embeddings with the length of the text so far; cached keys keep their "
+            "old base",
             is_type("dynamic"),
             plain,
             f"{_LM_ROPE} DynamicNTKScalingRoPE",
             EXPORT_BASE,
         ),
     ),
-    unknown="Which release has ml-explore/mlx-lm#1898; 0.32.2 has. What the classes with rope_parameters other than "
-    "Qwen3's do where both spellings differ.",
+    unknown="Which release first has ml-explore/mlx-lm#1898; 0.32.2 has it. What the classes with rope_parameters "
+    "other than Qwen3's do if both spellings differ.",
 )
 
 MLX_VLM = Reader(
@@ -234,13 +234,13 @@ MLX_VLM = Reader(
             ended="Blaizzy/mlx-vlm#1927, opened in August 2026",
         ),
         Deviation(
-            "drops the type where mrope_section is there (Qwen2-VL to Qwen3.5, GLM), and keeps the plain frequencies",
+            "drops the type if there is an mrope_section (Qwen2-VL to Qwen3.5, GLM), and keeps the plain frequencies",
             all_of(is_type("yarn", "linear", "llama3"), lambda layer: bool(layer.rotation.sections)),
             plain,
             f"{_VLM} MRoPERotaryEmbedding; Blaizzy/mlx-vlm#1478",
         ),
         Deviation(
-            "stops, because it has no such type (ValueError)",
+            "fails, because it does not know this type (ValueError)",
             any_of(is_type("dynamic"), named("su")),
             refuse,
             _VLM,
@@ -256,7 +256,8 @@ MLX_VLM = Reader(
             EXPORT_LISTS.replace("{key}", "mlx-vlm"),
         ),
         Deviation(
-            "counts one of mscale and mscale_all_dim alone, with 1 and 0 for a missing one",
+            "uses mscale and mscale_all_dim even if one is missing, and takes 1 for a missing mscale and 0 for a "
+            "missing mscale_all_dim",
             is_type("yarn"),
             ratio(1.0, 0.0),
             f"{_VLM} YarnRoPE",

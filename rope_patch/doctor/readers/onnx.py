@@ -60,11 +60,11 @@ ONNX = Reader(
     "0.18.0",
     "read",
     f"{_BASE}; {_BUILDERS}/llama.py, phi.py",
-    "the config as Transformers reads it; rope_type decides, in Llama's builder for llama3 alone",
+    "the config as Transformers reads it, by its rope_type, which Llama's builder only reads for llama3",
     by_layer=("gemma4*",),
     deviations=(
         Deviation(
-            "reads rope_theta and rope_scaling at the top alone",
+            "reads only rope_theta and rope_scaling at the top",
             all_of(new_words_alone, unless(is_nested)),
             taken_as(OLD),
             "microsoft/onnxruntime-genai#2311",
@@ -72,7 +72,7 @@ ONNX = Reader(
             ended="microsoft/onnxruntime-genai#2311, 21 July 2026",
         ),
         Deviation(
-            "reads llama3 alone in its builder for Llama, Nemotron and SmolLM3, and silently ignores other types",
+            "reads only llama3 in its builder for Llama, Nemotron and SmolLM3, and silently ignores other types",
             all_of(_llama, unless(is_type("default", "llama3"))),
             plain,
             f"{_BUILDERS}/llama.py LlamaModel.make_rope_init",
@@ -88,7 +88,7 @@ ONNX = Reader(
             silent=False,
         ),
         Deviation(
-            "stops in its builder for Phi-3 without the key type (KeyError)",
+            "fails in its builder for Phi-3 without the key type (KeyError)",
             all_of(_phi, is_type("longrope"), lacks("type")),
             refuse,
             f"{_BUILDERS}/phi.py Phi3MiniLongRoPEModel.make_rope_init",
@@ -96,7 +96,7 @@ ONNX = Reader(
             silent=False,
         ),
         Deviation(
-            "stops with yarn without beta_fast and beta_slow (ZeroDivisionError)",
+            "fails at yarn without beta_fast and beta_slow (ZeroDivisionError)",
             all_of(is_type("yarn"), any_of(lacks("beta_fast"), lacks("beta_slow"))),
             refuse,
             f"{_BUILDERS}/base.py make_inv_freq_rescaled_with_ntk",
@@ -104,7 +104,7 @@ ONNX = Reader(
             silent=False,
         ),
         Deviation(
-            "stops where an end of yarn's ramp is not within the head (AssertionError)",
+            "fails if an end of yarn's ramp is not within the head (AssertionError)",
             _ramp_outside,
             refuse,
             f"{_BUILDERS}/base.py make_inv_freq_rescaled_with_ntk",
@@ -124,7 +124,7 @@ ONNX = Reader(
             f"{_BASE}, make_mscale",
         ),
         Deviation(
-            "takes mscale itself for the temperature where mscale_all_dim is missing",
+            "takes mscale itself for the temperature if mscale_all_dim is missing",
             _one_mscale,
             lambda layer: to(attention_factor=layer.rotation.mscale, mscale=None)(layer),
             f"{_BUILDERS}/base.py make_mscale",

@@ -46,7 +46,7 @@ SGLANG = Reader(
     deviations=(
         *BY_CONFIG,
         Deviation(
-            "reads rope_theta and rope_scaling at the top alone in its class for Qwen3",
+            "reads only rope_theta and rope_scaling at the top in its class for Qwen3",
             all_of(model_in("qwen3"), new_words_alone),
             taken_as(OLD),
             "sgl-project/sglang#14745",
@@ -54,7 +54,7 @@ SGLANG = Reader(
             ended="December 2025",
         ),
         Deviation(
-            "reads rope_theta and rope_scaling at the top alone in its class for MiniMax",
+            "reads only rope_theta and rope_scaling at the top in its class for MiniMax",
             all_of(model_in("minimax*"), new_words_alone),
             taken_as(OLD),
             "sgl-project/sglang#21241",
@@ -90,14 +90,15 @@ SGLANG = Reader(
             ended="a release after April 2026",
         ),
         Deviation(
-            "ignores attention_factor; it reads attn_factor, which multiplies 0.1 ln k + 1, and counts an mscale of 0",
+            "ignores attention_factor, reads attn_factor instead, which multiplies 0.1 ln k + 1, and takes an mscale "
+            "of 0 as given",
             all_of(is_type("yarn"), unless(any_of(_deepseek, _laguna))),
             ratio(None, None, times="attn_factor"),
             f"{_ROPE}/yarn.py YaRNScalingRotaryEmbedding",
             "write attn_factor = attention_factor / (0.1 ln k + 1)",
         ),
         Deviation(
-            "gives all texts of a batch the long factors if one is beyond L",
+            "gives all texts of a batch the long factors if one of them is beyond L",
             two_lists,
             long_for_all,
             f"{_ROPE}/rope_variant.py Phi3LongRoPEScaledRotaryEmbedding",
@@ -127,5 +128,5 @@ SGLANG = Reader(
         ),
     ),
     unknown="Which share of the dimensions each model class hands over, and how its class for Laguna takes yarn since "
-    "August 2026. Its wheel needs CUDA's packages, so nothing of it runs on a CPU.",
+    "August 2026. Its wheel needs CUDA, so it was read and not run.",
 )

@@ -50,13 +50,13 @@ TENSORRT = Reader(
     "51ea5c9 and newer",
     "read",
     f"{_PARAMS}@51ea5c9 and a newer stored version; {_UTILS}",
-    "every key of a flat rope_parameters before the same key at the top, with type before rope_type; 10000 for a theta "
-    "that is nowhere",
+    "every key of a flat rope_parameters before the same key at the top, with type before rope_type. It takes 10000 if "
+    "theta is nowhere",
     spelling=Spelling(type_first=True),
     by_layer=("gemma4*",),
     deviations=(
         Deviation(
-            "stops, because it has no such type (ValueError)",
+            "fails, because it does not know this type (ValueError)",
             any_of(all_of(is_type("proportional"), unless(_gemma4)), named("su")),
             refuse,
             _UTILS,
@@ -64,14 +64,14 @@ TENSORRT = Reader(
             silent=False,
         ),
         Deviation(
-            "spreads the exponents over the dimensions that turn, not over the head, in its class for Gemma 4, and "
+            "spreads the exponents over the dimensions that rotate, not over the head, in its class for Gemma 4, and "
             "ignores the factor",
             all_of(is_type("proportional"), _gemma4),
             to(rope_type="default", factor=1.0),
             "NVIDIA/TensorRT-LLM, its class for Gemma 4",
         ),
         Deviation(
-            "reads alpha of dynamic, not the factor: the checkpoint's base where it is missing",
+            "reads alpha of dynamic, not the factor; without alpha it keeps the checkpoint's base",
             is_type("dynamic"),
             _by_alpha,
             _UTILS,
@@ -85,8 +85,8 @@ TENSORRT = Reader(
             ended="14 July 2026",
         ),
         Deviation(
-            "ignores attention_factor, and counts one of mscale and mscale_all_dim alone, with 1 and 0 for a missing "
-            "one",
+            "ignores attention_factor, uses mscale and mscale_all_dim even if one is missing, and takes 1 for a "
+            "missing mscale and 0 for a missing mscale_all_dim",
             all_of(is_type("yarn"), unless(model_in("laguna"))),
             ratio(1.0, 0.0),
             _PARAMS,
@@ -94,7 +94,7 @@ TENSORRT = Reader(
         ),
         Deviation("rounds the ends of the ramp", is_yarn(truncate=False), to(truncate=True), _PARAMS),
         Deviation(
-            "uses one list for all texts, the long one where its limit is beyond L",
+            "uses one list for all texts: the long one, if its limit is beyond L",
             two_lists,
             long_for_all,
             _UTILS,
@@ -102,8 +102,7 @@ TENSORRT = Reader(
         ),
         Deviation(
             "computes the temperature sqrt(1 + ln k / ln L), k = max_position_embeddings / L, without "
-            "attention_factor, "
-            "short_mscale and long_mscale",
+            "attention_factor, short_mscale and long_mscale",
             is_type("longrope"),
             list_temperature_from(),
             _UTILS,

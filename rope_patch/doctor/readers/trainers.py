@@ -29,7 +29,7 @@ TRL = Reader(
     "trl 1.16.0, all of its Python: no file names a field of positions",
     _AS_TRANSFORMERS,
     by_layer=("*",),
-    writes="nothing: max_length cuts texts alone",
+    writes="nothing: max_length only truncates texts",
 )
 
 UNSLOTH = Reader(
@@ -55,13 +55,13 @@ UNSLOTH = Reader(
             until="2026.6",
         ),
         Deviation(
-            "computes the frequencies once on its fast path: dynamic does not grow",
+            "computes the frequencies only once on its fast path, so dynamic does not grow",
             all_of(_FAST, is_type("dynamic")),
             plain,
             _UNSLOTH,
         ),
         Deviation(
-            "computes the frequencies once on its fast path: long texts have the short factors",
+            "computes the frequencies only once on its fast path, so long texts get the short factors",
             all_of(_FAST, two_lists),
             _short_for_all,
             _UNSLOTH,

@@ -43,7 +43,7 @@ def _l_at_top(layer: Layer) -> Rotation:
 
 
 NO_STRINGS = Deviation(
-    "stops at a number that is a string (TypeError)",
+    "fails if a number is written as a string (TypeError)",
     text_for_a_number,
     refuse,
     _ROPE_UTILS,
@@ -54,7 +54,7 @@ NO_STRINGS = Deviation(
 BY_CONFIG = (
     NO_STRINGS,
     Deviation(
-        f"stops at the type su, because {ORIGINAL} is not in the entry (KeyError)",
+        f"fails at the type su, because {ORIGINAL} is not in the entry (KeyError)",
         older_su,
         refuse,
         "transformers 5.23.0 transformers/modeling_rope_utils.py _check_received_keys",
@@ -76,14 +76,14 @@ TRANSFORMERS = Reader(
     deviations=(
         *BY_CONFIG,
         Deviation(
-            "rounds the ends of the ramp where parameters are nested by layer type: it looks for truncate at the top "
-            "alone",
+            "rounds the ends of the ramp if parameters are nested by layer type, because it looks for truncate only at "
+            "the top",
             all_of(is_nested, is_yarn(truncate=False)),
             to(truncate=True),
             "transformers 5.23.0 transformers/modeling_rope_utils.py _compute_yarn_parameters",
         ),
         Deviation(
-            "stops in its validation (KeyError), because yarn is nested by layer type",
+            "fails in its validation, because yarn is nested by layer type (KeyError)",
             all_of(is_nested, is_type("yarn")),
             refuse,
             "huggingface/transformers#45887",
@@ -102,20 +102,20 @@ TRANSFORMERS_4 = Reader(
     "4.57.3",
     "run",
     _LATEST_4,
-    "rope_scaling, with rope_type before type; rope_theta and partial_rotary_factor at the top; never rope_parameters, "
-    "without a word (Open-Athena/MarinFold#184)",
+    "rope_scaling, with rope_type before type; rope_theta and partial_rotary_factor at the top. It silently ignores "
+    "rope_parameters (Open-Athena/MarinFold#184)",
     spelling=OLD,
     deviations=(
         NO_STRINGS,
         Deviation(
-            "stops, because it has no such rope_type (KeyError)",
+            "fails, because it does not know this rope_type (KeyError)",
             is_type("proportional"),
             refuse,
             f"{_LATEST_4} ROPE_INIT_FUNCTIONS",
             silent=False,
         ),
         Deviation(
-            f"stops, because {ORIGINAL} is not in the entry (KeyError)",
+            f"fails, because {ORIGINAL} is not in the entry (KeyError)",
             all_of(is_type("llama3"), lacks(ORIGINAL)),
             refuse,
             f"{_LATEST_4} _compute_llama3_parameters",
@@ -123,7 +123,8 @@ TRANSFORMERS_4 = Reader(
             silent=False,
         ),
         Deviation(
-            f"stops, because neither factor, attention_factor nor {ORIGINAL} at the top is there (TypeError)",
+            f"fails, because the config has neither factor, nor attention_factor, nor {ORIGINAL} at the top "
+            "(TypeError)",
             all_of(is_type("longrope"), lacks("factor"), lacks("attention_factor"), unless(_has_l_at_top)),
             refuse,
             f"{_LATEST_4} _compute_longrope_parameters",
@@ -131,7 +132,7 @@ TRANSFORMERS_4 = Reader(
             silent=False,
         ),
         Deviation(
-            f"looks for L of longrope at the top alone, and takes max_position_embeddings / {ORIGINAL} for the factor",
+            f"looks for L of longrope only at the top, and takes max_position_embeddings / {ORIGINAL} for the factor",
             is_type("longrope"),
             _l_at_top,
             f"{_LATEST_4} _compute_longrope_parameters",

@@ -119,7 +119,7 @@ VLLM = Reader(
             f"{_ROPE}/mrope.py MRotaryEmbedding.__init__",
         ),
         Deviation(
-            "takes rope_dim for the number of dimensions that turn",
+            "takes rope_dim for the number of dimensions that rotate",
             wrote("rope_dim"),
             _own_width,
             _GET_ROPE,
@@ -160,14 +160,14 @@ VLLM = Reader(
             ended="pull requests of June to September 2026 (vllm-project/vllm#46280, #48351, #48623, #56446)",
         ),
         Deviation(
-            "drops yarn where mrope_section is there",
+            "drops yarn if there is an mrope_section",
             all_of(is_type("yarn"), has_axes),
             plain,
             "vllm-project/vllm#25384",
             ended="September 2025",
         ),
         Deviation(
-            "stops with yarn beside mrope_section (AttributeError: truncate)",
+            "fails at yarn beside mrope_section (AttributeError: truncate)",
             all_of(is_type("yarn"), has_axes),
             refuse,
             "vllm-project/vllm#35080",
@@ -198,7 +198,7 @@ VLLM = Reader(
             EXPORT_LISTS.replace("{key}", "vllm"),
         ),
         Deviation(
-            "does not start with dynamic whose max_trained_positions leave no base (a negative number to a power)",
+            "does not start if max_trained_positions of dynamic give a negative base",
             all_of(is_type("dynamic"), lambda layer: _growth(layer) <= 0),
             refuse,
             f"{_ROPE}/dynamic_ntk_scaling_rope.py",
@@ -206,7 +206,8 @@ VLLM = Reader(
             silent=False,
         ),
         Deviation(
-            "uses one base for all texts, by max_trained_positions: the checkpoint's own where that is missing",
+            "uses one base for all texts, computed from max_trained_positions; without that key, the checkpoint's own "
+            "base",
             is_type("dynamic"),
             _one_base,
             f"{_ROPE}/dynamic_ntk_scaling_rope.py; {_GET_ROPE}",
@@ -221,6 +222,6 @@ VLLM = Reader(
             ended="vllm-project/vllm#41277, opened in April 2026",
         ),
     ),
-    unknown="In which releases the fixes came. What it does with mrope_section beside linear, dynamic, llama3 and "
+    unknown="Which releases brought the fixes. What it does with mrope_section beside linear, dynamic, llama3 and "
     "longrope, and with alpha of dynamic.",
 )
