@@ -138,11 +138,11 @@ def _watching(states: list[LayerState]) -> Iterator[tuple[Accounts, Accounts]]:
 def _account(problem: Problem) -> Account:
     try:
         asked = explained(rows_for(problem), problem)
+        taken = next(executor for executor, reason in asked if not reason)
+        pieces, kernel = taken.pieces(problem), taken.kernel(problem)  # which may ask the table again
     except UnsupportedModel as error:
         return Account("", refusal=str(error))
-    taken = next(executor for executor, reason in asked if not reason)
     others = tuple((executor.name, reason) for executor, reason in asked if reason)
-    pieces, kernel = taken.pieces(problem), taken.kernel(problem)
     return Account(taken.name, pieces, kernel, problem.rotation, others)
 
 

@@ -14,7 +14,7 @@ FLOORS = [
     {"api", "data"},
     {"evaluation", "serving"},
     {"training"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 """Parts of the package from the ground up; none imports from a floor above it, and none calls a function there."""
 

@@ -47,6 +47,12 @@ def test_explaining_itself_takes_less_than_a_second(words, status):
     assert seconds < 1
 
 
+@pytest.mark.parametrize("module", ["rope_patch", "rope_patch.cli"])
+def test_modules_that_run_as_the_command(module):
+    _, done = cpu_seconds("-m", module, "--version")
+    assert (done.stdout, done.returncode) == (f"rope-patch {rope_patch.__version__}\n", 0)
+
+
 def test_the_public_names_are_all_that_dir_lists():
     assert dir(rope_patch) == sorted(rope_patch.__all__)
     assert {"patch", "unpatch", "YaRN", "UnknownScheme", "__version__"} <= set(dir(rope_patch))
