@@ -86,7 +86,7 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
 
 TABLE = ("graphs", "breaks", "forward", "training", "token", "read")
 """Groups of rows on a GPU that a user meets first: what `make gpu` measures before the others."""
-COMPILED = ("generate", "mode")
+COMPILED = ("generate", "one_rotation", "mode")
 """Groups of rows whose sides are compiled, each in a process of its own: `benchmarks.compiled`."""
 PARTS = ("part", "part-training", "value", "executor")
 """Groups whose rows time kernels and executors alone, or compare their values."""
@@ -103,6 +103,7 @@ def _table(whole: Shape, lengths: Sequence[Shape]) -> Iterator[Comparison | Figu
     """
     small = Shape(256, 4, 4, 32, "bfloat16", "cuda")
     yield from (_generate("generate", scheme, whole) for scheme in _BY_REGIONS)
+    yield from (_generate("one_rotation", scheme, whole, executor="one_rotation") for scheme in _BY_REGIONS)
     for scheme in _OF_ALL_KINDS:
         name, work = f"{scheme.partition(':')[0]}/{small.dtype}", f"{scheme}, tokens after a static cache"
         reads = {"graphs": (launches.graphs, 1), "breaks": (launches.breaks, 0)}
@@ -121,10 +122,15 @@ def _table(whole: Shape, lengths: Sequence[Shape]) -> Iterator[Comparison | Figu
     yield from (_generate("mode", scheme, whole, mode="default") for scheme in _BY_REGIONS)
 
 
-def _generate(group: str, scheme: str, shape: Shape, mode: str = "reduce-overhead") -> Comparison:
+def _generate(
+    group: str, scheme: str, shape: Shape, mode: str = "reduce-overhead", executor: str | None = None
+) -> Comparison:
     """Tokens of a compiled model."""
-    ours, plain = partial(models.generated, scheme=scheme, mode=mode), partial(models.generated, mode=mode)
-    work = f"{scheme}, whole model, 64 tokens after a static cache, compiled ({mode})"
+    ours = partial(models.generated, scheme=scheme, mode=mode, executor=executor)
+    plain = partial(models.generated, mode=mode)
+    work = f"{scheme}, whole model, 64 tokens after a static cache, compiled ({mode})" + f" by {executor}" * bool(
+        executor
+    )
     name = scheme.partition(":")[0]
     target = {"dca": 1.2, "alibi": 1.3}.get(name, 1.1)
     return _row(f"{group}/{name}", work, "unpatched", ours, plain, shape, target=target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from transformers import (
 from benchmarks.attention import spec
 from benchmarks.comparison import Shape, Side
 from rope_patch import CachedKeys, patch
+from rope_patch.attention import engine
+from rope_patch.attention.table import Row
 
 _LAYERS = 4
 _DECODING_LAYERS = 2
@@ -117,6 +120,7 @@ def generated(
     layers: int = _LAYERS,
     mode: str = "reduce-overhead",
     backend: str | None = None,
+    executor: str | None = None,
 ) -> Side:
     """New tokens by `generate`, with a static cache that holds `shape.length` others. Transformers compiles their steps
     by itself on a GPU.
@@ -128,7 +132,11 @@ def generated(
         layers: of the model.
         mode: of the compiler; `reduce-overhead`, which Transformers asks for, records CUDA graphs.
         backend: of the compiler; default `inductor` on a GPU. A CPU, whose compiler takes minutes, traces alone.
+        executor: one that is otherwise only taken by its name; this process prefers it from here on.
     """
+    if executor:
+        engine.ROWS = _preferring(executor, engine.ROWS)
+        engine.TABLE = {device: _preferring(executor, rows) for device, rows in engine.TABLE.items()}
     model = llama(shape, layers)
     if scheme:
         patch(model, spec(scheme, shape.length))
@@ -148,6 +156,10 @@ def generated(
         model.generate(tokens, past_key_values=cache, compile_config=config, **options)
 
     return Side(run, reset=read)
+
+
+def _preferring(executor: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    return tuple(replace(row, by_name=False) if row.executor.name == executor else row for row in rows)
 
 
 def _shorten(cache: DynamicCache, length: int) -> None:

@@ -9,7 +9,18 @@ import torch
 
 from rope_patch.attention import paths
 from rope_patch.attention.cudnn_kernels import CuDNNWindows
-from rope_patch.attention.executors import decayed, flex, fused, graph, intervals, joined, merged, one_call, traced
+from rope_patch.attention.executors import (
+    decayed,
+    flex,
+    fused,
+    graph,
+    intervals,
+    joined,
+    merged,
+    one_call,
+    one_rotation,
+    traced,
+)
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Row, choose
@@ -97,6 +108,7 @@ _AROUND = (
     Row(decayed.EXECUTOR, modes=("oracle", "reference", *_WITHIN)),
 )
 _ONE_QUERY = (
+    Row(one_rotation.EXECUTOR, by_name=True),  # until a GPU measurement says that it is faster than `traced`
     Row(one_call.EXECUTOR, modes=("segmented", "joined")),
     Row(traced.EXECUTOR, modes=("segmented", "joined")),
 )

@@ -50,10 +50,11 @@ def factor_of(turner: Turner) -> float | None:
 def meets(turner: Turner, region: int, other: int) -> bool:
     """Whether a query that is rotated as in one region meets the keys of another as they are."""
     one, keys = turner.regions[region], turner.regions[other]
-    return turner.layout is None or (one.query_map == keys.query_map and keys.key_map == _anchor(turner))
+    return turner.layout is None or (one.query_map == keys.query_map and keys.key_map == anchor_of(turner))
 
 
-def _anchor(turner: Turner) -> PositionMap:
+def anchor_of(turner: Turner) -> PositionMap:
+    """The position map by which states are rotated already."""
     return UNROTATED if turner.anchor is None else turner.anchor
 
 
@@ -68,7 +69,7 @@ def turned(turner: Turner, like: torch.Tensor, region: int, runs: tuple[tuple[in
     maps = tuple((turner.regions[at].query_map, turner.regions[at].key_map, start, stop) for at, start, stop in runs)
     inv_freq = cast(Frequencies, turner.frequencies).inv_freq
     positions, query_map = (turner.query_positions, turner.key_positions), turner.regions[region].query_map
-    return compute(*positions, query_map, maps, _anchor(turner), inv_freq, turner.layout, like.dtype, like.shape[-1])
+    return compute(*positions, query_map, maps, anchor_of(turner), inv_freq, turner.layout, like.dtype, like.shape[-1])
 
 
 def _compute(
@@ -89,15 +90,15 @@ def _compute(
     at = functools.cache(lambda position_map: position_map(query_positions))
     alike: list[torch.Tensor] = []
     if query_map != anchor:
-        alike.append(at(query_map) if anchor == UNROTATED else _sum(at(query_map), at(anchor), -1))
+        alike.append(at(query_map) if anchor == UNROTATED else sum_of(at(query_map), at(anchor), -1))
     each, found = [], list[tuple[bool, int] | None]()
     for query_map_of_run, key_map, start, stop in runs:
         ahead = None  # by how much this query is turned farther than that of the run
         if query_map_of_run != query_map:
-            ahead = _sum(at(query_map), at(query_map_of_run), -1)
+            ahead = sum_of(at(query_map), at(query_map_of_run), -1)
         if key_map != anchor:
             moved = remaining(key_positions[:, start:stop], key_map, anchor)
-            each.append(moved if ahead is None else _sum(moved, ahead))
+            each.append(moved if ahead is None else sum_of(moved, ahead))
             found.append((False, len(each) - 1))
         elif ahead is None:
             found.append(None)
@@ -136,7 +137,7 @@ def _beside_each_other(moved: list[torch.Tensor], pairs: int) -> tuple[torch.Ten
     return torch.cat([x if len(x) == batch else x.expand(batch, *x.shape[1:]) for x in moved], dim=1), by_pair
 
 
-def _sum(some: torch.Tensor, others: torch.Tensor, sign: int = 1) -> torch.Tensor:
+def sum_of(some: torch.Tensor, others: torch.Tensor, sign: int = 1) -> torch.Tensor:
     """The sum of positions `(batch or 1, length or 1)`, either of which may have d/2 as a last axis; the difference
     with a `sign` of -1.
     """

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_patch import UnsupportedPositions, get_scheme, patch
-from rope_patch.attention.executors import joined, traced
+from rope_patch.attention.executors import joined, one_rotation, traced
 from rope_patch.mounting import hooks
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, RUN, SCALED, TRAINING_LENGTH, build
@@ -242,17 +242,24 @@ def test_prefix_tuning_is_refused_and_prompt_tuning_is_not(llama, first):
         assert prompt(tokens(8)).logits.shape == (1, 12, 97)
 
 
-@pytest.mark.parametrize("sums", [False, True])  # as on a CPU, and as on a GPU
+def by_one_rotation(problem):
+    """What a compiled model would compute by `one_rotation`, if it computes the call."""
+    compiled = problem.replaced(compiling=True)
+    return traced.attend(problem) if one_rotation.supports(compiled) else one_rotation.attend(problem)
+
+
+# products as on a CPU, sums as on a GPU
+@pytest.mark.parametrize("by", ["products", "sums", "one rotation"])
 @pytest.mark.parametrize("spec", [spec for spec in ALL if not get_scheme(spec).decays])
-def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, sums, monkeypatch):
+def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, by, monkeypatch):
     rows = [tokens(length, seed=length) for length in (usable_length(llama, spec), 23)]
     batch, mask = left_padded(rows)
     sizes = [batch.shape[1] - 2, 1, 1]
     with patch(llama, spec):
         expected = cached_logits(llama, batch, sizes, mask)
-        monkeypatch.setitem(vars(joined.EXECUTOR), "attend", traced.attend)
+        monkeypatch.setitem(vars(joined.EXECUTOR), "attend", by_one_rotation if by == "one rotation" else traced.attend)
         monkeypatch.setattr(joined, "is_block", lambda *_: False)
-        monkeypatch.setattr(traced, "_compiles_sums", lambda _: sums)
+        monkeypatch.setattr(traced, "_compiles_sums", lambda _: by == "sums")
         found = cached_logits(llama, batch, sizes, mask)
         static = StaticCache(config=llama.config, max_cache_len=batch.shape[1] + 5)
         in_static = cached_logits(llama, batch, sizes, mask, static)
@@ -260,9 +267,9 @@ def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, sums, mo
     assert_close(in_static[mask.bool()], expected[mask.bool()])
 
 
-@pytest.mark.parametrize("sums", [False, True])
-def test_regions_of_a_whole_cache_share_one_softmax_in_a_graph(llama, sums, monkeypatch):
-    test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, "dca:chunk_size=9,local_window=2", sums, monkeypatch)
+@pytest.mark.parametrize("by", ["products", "sums", "one rotation"])
+def test_regions_of_a_whole_cache_share_one_softmax_in_a_graph(llama, by, monkeypatch):
+    test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, "dca:chunk_size=9,local_window=2", by, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["left pads", "right pads", "packed"])

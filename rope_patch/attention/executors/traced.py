@@ -86,24 +86,39 @@ def _part(problem: Problem, turner: Turner, region: Region) -> Part:
         number = problem.query_start - first - torch.arange(int(width), device=value.device)
         exists, slots = number >= 0, number.clamp(min=0)
     distance = problem.query_start - number
-
-    def of_group(x: torch.Tensor) -> torch.Tensor:
-        """Reshape `(batch or 1, heads or 1, slots)` to the shape of `Part.added`."""
-        return x[:, :, None] if x.shape[1] == 1 else x.unflatten(1, (value.shape[1], -1))
-
     seen = (exists & region.contains(m, m - distance))[:, None, None]
     if visible is not None:
-        seen = seen & of_group(visible[:, :, 0, slots])
-    added = torch.zeros((), dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
-    if problem.bias is not None:
-        added = added + of_group(problem.bias.function(distance)[None]).to(added.dtype)
-    if (running := problem.running_bias_of_pairs) is not None:
-        added = added + of_group(running[:, :, 0, slots]).to(added.dtype)
-    lowest = torch.finfo(added.dtype).min  # a kernel may compute NaN from infinite numbers
-    added = torch.where(seen, added.clamp(min=lowest), lowest)
-    queries = turner.turn(query, region, "query").unflatten(1, (value.shape[1], -1))[:, :, :, 0]
+        seen = seen & of_one_group(visible[..., slots], value)
+    added = added_to_one(problem, seen, distance, slots)
+    queries = of_one_group(turner.turn(query, region, "query"), value)
     keys = turner.turn(key[:, :, slots], region, "key", slots)
     return Part(queries, keys, value[:, :, slots], added, slots is EVERY)
+
+
+def of_one_group(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Reshape what belongs to the only query, `(batch or 1, heads or 1, 1, n)`, to `(batch or 1, kv_heads or 1, group
+    or 1, n)`.
+    """
+    return x if x.shape[1] == 1 else x[:, :, 0].unflatten(1, (value.shape[1], -1))
+
+
+def added_to_one(
+    problem: Problem, seen: torch.Tensor, distance: torch.Tensor, slots: slice | torch.Tensor = EVERY
+) -> torch.Tensor:
+    """The term added to the scores of the only query in some slots, in the dtype of scores: biases, and the lowest
+    number for keys that it does not see.
+
+    Shape:
+        seen `(batch or 1, kv_heads or 1, group or 1, slots)`, as the result; distance `(slots,)`.
+    """
+    value = problem.value
+    added = torch.zeros((), dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
+    if problem.bias is not None:
+        added = added + of_one_group(problem.bias.function(distance)[None, :, None], value).to(added.dtype)
+    if (running := problem.running_bias_of_pairs) is not None:
+        added = added + of_one_group(running[..., slots], value).to(added.dtype)
+    lowest = torch.finfo(added.dtype).min  # a kernel may compute NaN from infinite numbers
+    return torch.where(seen, added.clamp(min=lowest), lowest)
 
 
 def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
