@@ -112,7 +112,7 @@ _ONE_QUERY = (
     Row(one_call.EXECUTOR, modes=("segmented", "joined")),
     Row(traced.EXECUTOR, modes=("segmented", "joined")),
 )
-ROWS = (
+ROWS: tuple[Row, ...] = (
     Row(fused.EXECUTOR, by_name=True),
     Row(flex.EXECUTOR, by_name=True),
     *_ONE_QUERY,
