@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from rope_patch.attention.behind_cache import objection
+from rope_patch.attention.executors import traced
 from rope_patch.attention.executors.traced import added_to_one, of_one_group
 from rope_patch.attention.one_query import anchor_of, factor_of, sum_of
 from rope_patch.attention.problem import Output, Problem
@@ -26,17 +26,11 @@ from rope_patch.typing import Frequencies
 
 
 def supports(problem: Problem) -> str:
-    """The reason why `attend` cannot compute a call, or an empty string: it takes one query of a compiled model, whose
-    frequencies are those of a row.
+    """The reason why `attend` cannot compute a call, or an empty string: it takes what `traced` does, if frequencies are
+    those of a row and a mask holds the bias.
     """
-    if not problem.compiling:
-        return "the model is not compiled"
-    if why := objection(problem):
+    if why := traced.supports(problem):
         return why
-    if problem.q_length > 1:
-        return "there are several queries"
-    if problem.decay is not None:
-        return "scores decay"
     if problem.biased and problem.value.dtype in HALF:
         return f"{problem.value.dtype} would round the bias"
     if cast(torch.Tensor, problem.query).dtype != problem.value.dtype:
