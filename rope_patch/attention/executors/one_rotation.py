@@ -26,8 +26,8 @@ from rope_patch.typing import Frequencies
 
 
 def supports(problem: Problem) -> str:
-    """The reason why `attend` cannot compute a call, or an empty string: it takes what `traced` does, if frequencies are
-    those of a row and a mask holds the bias.
+    """The reason why `attend` cannot compute a call, or an empty string: it takes what `traced` takes, if each row has
+    one set of frequencies and a mask holds the bias.
     """
     if why := traced.supports(problem):
         return why
