@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.real_tables import DOCS, FAR, NAMES, SHORT, by_text, finetuned, table
+from tools.real_tables import DOCS, FAR, NAMES, SHORT, by_text, finetuned, layouts, table
 
 PAGE = (DOCS / "real.md").read_text()
 
@@ -22,6 +22,10 @@ def test_the_page_has_the_table_of_short_texts() -> None:
 
 def test_the_page_has_the_table_of_the_fine_tuning() -> None:
     assert finetuned(DOCS / "results/real/smollm2-135m/finetuned.jsonl") in PAGE
+
+
+def test_the_page_of_fine_tuning_has_the_table_of_layouts() -> None:
+    assert layouts(DOCS / "results/real/smollm2-135m/layouts") in (DOCS / "finetuning.md").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,6 +15,12 @@ from rope_patch.evaluation.standard_errors import loss_error, paired_difference,
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))
 SHORT = "qwen2.5-coder-1.5b", "short"
+LAYOUTS = {
+    "fetched": "none: as fetched",
+    "randomized": "`randomized`, 2,048 tokens",
+    "pose": "`pose`, 2,048 tokens",
+}
+"""The files of `layouts`, with the rows of the training in words."""
 FAR = sorted([*DOCS.glob("results/real/*/repeat.jsonl"), *DOCS.glob("results/real/*/far.jsonl")])
 
 
@@ -84,6 +90,30 @@ def finetuned(path: Path) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def layouts(folder: Path) -> str:
+    """NLL under YaRN at 2L before and after a training in rows of each layout: of a passage that stands again at the
+    end (`repeat`), with its difference from truncated text under the same weights; of tokens that repeat something more
+    than L back (`far`), with its difference from before; and of all others among the last ones.
+    """
+    head = "rows", "truncated text", "passage inside L", "the passage under YaRN", "far tokens", "other tokens"
+    lines = [[*head], ["---"] * len(head)]
+    before: Row | None = None
+    for name, said in LAYOUTS.items():
+        of_name = Rows(folder / f"{name}.jsonl").rows
+        # the passage under the weights as fetched was measured before another training
+        others = (row for row in Rows(folder.parent / "finetuned.jsonl").rows if row.weights == of_name[0].weights)
+        rows = {(row.protocol, row.line): row for row in (*others, *of_name)}
+        far, cut = rows["far", "yarn:target=auto"], rows["repeat", "cut"]
+        before = before or far
+        cells = [f"{cut.nll:.3f}"]
+        for line in ("near", "yarn:target=auto"):
+            row = rows["repeat", line]
+            cells.append(f"{row.nll:.3f}{_minus(*paired_difference(row, cut))}")
+        others = "" if far.others_nll is None else f"{far.others_nll:.3f}"
+        lines.append([said, *cells, f"{far.nll:.3f}{_minus(*paired_difference(far, before))}", others])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def _minus(difference: float, error: float | None) -> str:
     if not difference:
         return ""
@@ -94,5 +124,6 @@ if __name__ == "__main__":
     for name in NAMES:
         print(f"## {name}\n\n{table(name)}")
     print(f"## {SHORT[0]}, {SHORT[1]}\n\n{table(*SHORT)}")
+    print(f"## layouts\n\n{layouts(DOCS / 'results/real/smollm2-135m/layouts')}")
     for path in FAR:
         print(f"## {path.parent.name}, {path.stem}\n\n{by_text(path)}")
