@@ -9,9 +9,11 @@ import statistics
 from pathlib import Path
 
 import pytest
+import transformers
 
 from benchmarks import report
 from benchmarks.results import ResultFile, Row
+from rope_patch.doctor.versions import older
 from rope_patch.evaluation.row import Rows
 from rope_patch.evaluation.scheme_specs import display_name
 from rope_patch.evaluation.standard_errors import paired_difference
@@ -58,6 +60,7 @@ def test_the_answers_of_the_readme() -> None:
         assert f"| `{row['answer']}` | {row['seconds']:.0f} |" in page
 
 
+@pytest.mark.skipif(older(transformers.__version__, "5.23"), reason="the README counts model types of 5.23")
 def test_the_families_of_the_readme() -> None:
     marked = [line for line in zoo.table().splitlines() if "*" in line]
     assert f"{len(marked)} model types pass one suite" in (ROOT / "README.md").read_text()
