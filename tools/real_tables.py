@@ -101,8 +101,8 @@ def layouts(folder: Path) -> str:
     for name, said in LAYOUTS.items():
         of_name = Rows(folder / f"{name}.jsonl").rows
         # the passage under the weights as fetched was measured before another training
-        others = (row for row in Rows(folder.parent / "finetuned.jsonl").rows if row.weights == of_name[0].weights)
-        rows = {(row.protocol, row.line): row for row in (*others, *of_name)}
+        elsewhere = (row for row in Rows(folder.parent / "finetuned.jsonl").rows if row.weights == of_name[0].weights)
+        rows = {(row.protocol, row.line): row for row in (*elsewhere, *of_name)}
         far, cut = rows["far", "yarn:target=auto"], rows["repeat", "cut"]
         before = before or far
         cells = [f"{cut.nll:.3f}"]
