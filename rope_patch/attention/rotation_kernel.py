@@ -27,10 +27,10 @@ def supports(query: torch.Tensor, key: torch.Tensor) -> str:
     an empty string: there are many on a device for which Triton compiles, and the kernel equalled the definition when
     it was tried.
     """
+    if query.numel() < LARGE:  # asked first: it costs the host nothing, and a token needs no more
+        return f"queries have {query.numel():,} entries, and it is faster from {LARGE:,} on"
     if not compiles(query.device):
         return f"Triton does not compile for a {query.device.type}"
-    if query.numel() < LARGE:
-        return f"queries have {query.numel():,} entries, and it is faster from {LARGE:,} on"
     if query.dtype not in (torch.float32, torch.bfloat16, torch.float16) or query.dtype != key.dtype:
         return f"it does not take queries of {query.dtype} and keys of {key.dtype}"
     return objection(query.device, query.dtype)

@@ -133,16 +133,17 @@ def test_small_states_and_processors_take_other_ways(monkeypatch):
     query, key = torch.randn(2, 1, 4, 8, 16)
     monkeypatch.setattr(rotation_kernel, "objection", lambda *_: pytest.fail("no trial without a device"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "for a cpu" in rotation_kernel.supports(query, key)
-    monkeypatch.setattr(rotation_kernel, "compiles", lambda _: True)
     assert "1,048,576" in rotation_kernel.supports(query, key)
     monkeypatch.setattr(rotation_kernel, "LARGE", 0)
+    assert "for a cpu" in rotation_kernel.supports(query, key)
+    monkeypatch.setattr(rotation_kernel, "compiles", lambda _: True)
     assert "float64" in rotation_kernel.supports(query.double(), key.double())
     assert "float16" in rotation_kernel.supports(query, key.half())
 
 
 def test_a_problem_says_how_it_was_rotated(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(rotation_kernel, "LARGE", 0)
     problem, _ = called("rerope:window=16", "halves", "float32", 40)
     problem.rotated  # noqa: B018
     assert problem.rotation == ""  # a CPU

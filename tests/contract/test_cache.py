@@ -243,7 +243,7 @@ def test_prefix_tuning_is_refused_and_prompt_tuning_is_not(llama, first):
 
 
 def by_one_rotation(problem):
-    """What a compiled model would compute by `one_rotation`, if it computes the call."""
+    """Compute a call by `one_rotation` if it takes the call in a compiled model, and by `traced` if not."""
     compiled = problem.replaced(compiling=True)
     return traced.attend(problem) if one_rotation.supports(compiled) else one_rotation.attend(problem)
 
