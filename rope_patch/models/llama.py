@@ -315,9 +315,11 @@ def _reads_tables_otherwise(module: nn.Module) -> str:
     """
     if getattr(module, "is_kv_shared_layer", False):
         return f"{type(module).__name__} reads the keys of another layer"
-    # since Transformers 5.24 a Gemma 4 stores keys for a drafting model, even if none of its own layers reads them
-    modes = getattr(module.config, "kv_sharing_modes", None) if hasattr(module, "config") else None
-    if getattr(module, "store_full_length_kv", False) and any("reuse" in (mode or "") for mode in modes or ["reuse"]):
+    # the last layer of each kind stores its keys, even if no layer of the stack reads them: a drafting model may
+    config = getattr(module, "config", None)
+    modes = getattr(config, "kv_sharing_modes", None)  # since Transformers 5.23
+    shared = getattr(config, "num_kv_shared_layers", 1) if modes is None else any("reuse" in (m or "") for m in modes)
+    if getattr(module, "store_full_length_kv", False) and shared:
         return "other layers read its keys"
     for inner in module.modules():
         if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:

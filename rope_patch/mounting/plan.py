@@ -203,10 +203,11 @@ def _numbers(scheme: Scheme, layers: Sequence[AttentionLayer]) -> dict[int, dict
     owner = next((part for part in scheme.parts() if "frequencies" in part.slots and not part.refines), None)
     if owner is None:
         return {}
-    scaling = {**owner.fields(), "rope_type": owner.rope_type or owner.name}
+    scaling: dict[str, Any] = {**owner.fields(), "rope_type": owner.rope_type or owner.name}
+    scaling["factor"] = scaling.get("factor") or 1.0  # Transformers 5.20 reads it before it knows whether it needs it
     kinds = {(type(layer.module), layer.kind): layer for layer in layers}
     by_kind = {kind: rebuilt_numbers(layer, scaling) for kind, layer in kinds.items()}
-    longer = {**scaling, "factor": 2 * (scaling.get("factor") or 1)}
+    longer = {**scaling, "factor": 2 * scaling["factor"]}
     if owner.rope_type is None and any(
         rebuilt_numbers(layer, longer) != by_kind[kind] for kind, layer in kinds.items()
     ):

@@ -1,9 +1,11 @@
 """How many kernels a decoding step launches: time that a small model, or a GPU, waits for."""
 
 import pytest
+import transformers
 
 from benchmarks.comparison import Shape
 from benchmarks.launches import calls, host_time, operators, per_layer, waits
+from rope_patch.doctor.versions import older
 
 pytestmark = pytest.mark.unpoisoned
 TINY = Shape(64, 4, 2, 16)
@@ -21,10 +23,15 @@ BUDGETS = {  # kernels, operators with views, and calls of Python functions
 }
 
 
+MORE = (0, 1, 2) if older(transformers.__version__, "5.23") else (0, 0, 0)
+"""How much more than in `BUDGETS` is beyond a plain layer of an older Transformers, which views its states once less."""
+
+
 @pytest.mark.parametrize("scheme", BUDGETS)
 def test_a_layer_adds_little_to_what_plain_attention_does(scheme):
     found = tuple(count(TINY, scheme)[0] for count in (per_layer, operators, calls))
-    assert all(number <= most for number, most in zip(found, BUDGETS[scheme], strict=True)), found
+    budget = [most + more for most, more in zip(BUDGETS[scheme], MORE, strict=True)]
+    assert all(number <= most for number, most in zip(found, budget, strict=True)), found
 
 
 @pytest.mark.parametrize("scheme", ["rerope", "self_extend", "dca", "logn", "alibi", "xpos", "dynamic_ntk"])
