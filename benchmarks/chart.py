@@ -107,7 +107,7 @@ def save_losses(stages: Mapping[str, Any], trained: int, path: Path) -> Path:
     for axes, (name, title) in zip(panels, {longest: "last tokens", "repeat": "repeated passage"}.items(), strict=True):
         end = 1.6 * cut[name][0]
         axes.set_xlim(0, end)
-        bars = {"plain, cut at L": cut[name]} | {line: losses[name] for line, losses in found.items()}
+        bars = {"plain, truncated text": cut[name]} | {line: losses[name] for line, losses in found.items()}
         for line, (loss, error) in bars.items():
             fits, words = loss + error < end, {"va": "center", "size": charts.SIZE - 1}
             axes.barh(line, min(loss, end), xerr=error if fits else None, height=0.66, color="#0072B2", ecolor=_FAINT)

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-ROWS = Path("docs/results/real/smollm2-135m")
+RESULTS = Path(__file__).parents[1] / "docs/results"  # a notebook draws these, too, from its own folder
+ROWS = RESULTS / "real/smollm2-135m"
 SCHEME = "rerope:window=4096"
 LINES = {"plain": "plain model", "cut": "truncated text", SCHEME: "ReRoPE"}  # of perplexity.jsonl and repeat.jsonl
-SPANS = Path("docs/results/passkey/spans.jsonl")
+SPANS = RESULTS / "passkey/spans.jsonl"
 FOUND = {  # lines of spans.jsonl
     "plain": "plain checkpoint",
     "window": "sliding window",
