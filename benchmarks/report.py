@@ -28,7 +28,7 @@ GPU_TABLE = re.compile(TABLE.pattern.replace("measured", "measured on a GPU"), r
 """Where docs/benchmarks.md contains what was measured on a GPU."""
 
 HEADLINE = {  # what is done, and the rows of schemes that do it
-    "attention with projections and rotations, 8,192 tokens": (
+    "attention with rotations, 8,192 tokens": (
         "module/rerope/8192/float32",
         "module/dca/8192/float32",
         "module/self_extend/8192/float32",

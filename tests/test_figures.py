@@ -38,13 +38,15 @@ NOVEL = [("plain", 16384), ("plain", 8192), ("rerope:window=4096", 16384)]  # be
 def test_the_headline_of_the_readme() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     novel = [rounded(math.exp(mean("perplexity", *key, "smollm2-135m"))) for key in NOVEL]
-    far = [rounded(math.exp(mean("repeat", line, 16384, "smollm2-135m"))) for line in ("plain", "cut", NOVEL[2][0])]
+    lines = ("plain", "cut", NOVEL[2][0], "near")
+    far = [rounded(math.exp(mean("repeat", line, 16384, "smollm2-135m"))) for line in lines]
     told = (
         f"a perplexity of {novel[0]}, truncated text {novel[1]}, the patched model {novel[2]}.",
         f"The plain model has a perplexity of {far[0]}. Truncated text has lost the passage: {far[1]}.",
         f"The patched model still reads it: **{far[2]}**.",
+        f"the plain model has {far[3]} on a passage that is inside its length",
         "a novel: plain model {}, truncated text {}, ReRoPE {}.".format(*novel),
-        "repeated: plain model {}, truncated text {}, ReRoPE {}".format(*far),
+        "repeated: plain model {}, truncated text {}, ReRoPE {}".format(*far[:3]),
     )
     assert [sentence for sentence in told if sentence not in text] == []
 

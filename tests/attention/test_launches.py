@@ -24,7 +24,7 @@ BUDGETS = {  # kernels, operators with views, and calls of Python functions
 
 
 MORE = (0, 1, 2) if older(transformers.__version__, "5.23") else (0, 0, 0)
-"""How much more than in `BUDGETS` is beyond a plain layer of an older Transformers, which views its states once less."""
+"""How much more lies beyond a plain layer of an older Transformers, which views its states once less."""
 
 
 @pytest.mark.parametrize("scheme", BUDGETS)
