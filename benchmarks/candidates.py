@@ -147,8 +147,11 @@ def _work(shape: Shape, region: str) -> Work:
 
 # --- executors ---
 
-_NO_RIVALS = ("reference", "chunked", "joined", "graph", "decayed", "block", "products")
+_ONE_TOKEN = ("one_rotation", "one_call", "traced", "joined")
+_NO_RIVALS = (*_ONE_TOKEN, "reference", "chunked", "graph", "decayed", "block", "products")
 """Executors that are the definition, or compute no prefill with gradients on a GPU."""
+WITHOUT_BIAS = ("intervals",)
+"""Executors whose kernels have no bias."""
 
 
 def executors() -> list[str]:

@@ -91,6 +91,13 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(navigation()) == sorted([*pages, "explorer.html", *shown.values()])
 
 
+def test_every_executor_is_on_both_pages_of_attention():
+    names = {path.stem for path in (ROOT / "rope_patch/attention/executors").glob("[a-z]*.py")}
+    table, modules = ((DOCS / name).read_text() for name in ("architecture/attention.md", "reference/attention.md"))
+    assert sorted(names) == sorted(re.findall(r"^::: rope_patch\.attention\.executors\.(\w+)", modules, re.MULTILINE))
+    assert not {name for name in names if f"`{name}`" not in table}
+
+
 def test_nothing_is_installed_from_an_index_that_does_not_have_it():
     patterns = ("rope_patch/**/*.py", "recipes/*.py", "tools/*.py", "notebooks/*.ipynb")
     written = [*FILES, ROOT / "doctor" / "README.md", *(path for pattern in patterns for path in ROOT.glob(pattern))]

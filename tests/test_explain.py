@@ -191,8 +191,13 @@ def test_it_says_how_states_are_rotated(monkeypatch):
 # --- forcing one ---
 
 
-@pytest.mark.parametrize("name", ["merged", "flex", "reference", "chunked"])
-@pytest.mark.parametrize("spec", ["rerope:window=16", "alibi", "dca:chunk_size=24,local_window=8"])
+FORCED = {  # executors by name, and the schemes that they compute
+    name: ("rerope:window=16", "dca:chunk_size=24,local_window=8", "alibi")
+    for name in ("merged", "flex", "reference", "chunked")
+}
+
+
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in FORCED.items() for spec in specs])
 def test_a_forced_executor_is_run_and_equals_the_definition(name, spec):
     model, expected = build("llama"), build("llama")
     patch(model, spec, attention=name)

@@ -118,6 +118,13 @@ def test_a_part_asks_for_rows_that_are_there_and_for_every_new_one():
     assert names >= kernels | {f"value/{executor}/rerope" for executor in ("fused", "merged")}
 
 
+def test_executors_that_score_one_token_have_no_rows_of_a_prefill():
+    """`make gpu` would write an error in each of them."""
+    assert set(candidates.executors()) == {"fused", "flex", "intervals", "merged"}
+    for executor in ("merged", "flex"):  # the others need a GPU
+        assert candidates.models.attention_module(Shape(64, 4, 2, 16), "rerope", executor=executor).run() is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [*TABLE, *COMPILED[:1], *PARTS])
 def test_rows_for_a_gpu_run_on_a_cpu_at_tiny_sizes(group):

@@ -100,13 +100,16 @@ def _kernel(problem: Problem) -> Kernel:
     return kernel_for(cast(torch.Tensor, problem.query), problem.value, masked=problem.biased)
 
 
-_WITHIN = ("chunked", "segmented", "fused", "intervals", "merged", "products", "block")
-"""Words for `attention` that also choose inside an executor."""
+_WITHIN = tuple(dict.fromkeys(["segmented", "fused", "intervals", *(row.executor.name for row in paths.ROWS)]))
+"""Words for `attention` under which `graph` and `decayed` are asked first, and ask the table again inside: the names of
+all executors that take rotated states. Such an executor never sees the decay of several blocks.
+"""
 
 _AROUND = (
-    Row(graph.EXECUTOR, modes=(*_WITHIN, "decayed")),
-    Row(decayed.EXECUTOR, modes=("oracle", "reference", *_WITHIN)),
+    Row(graph.EXECUTOR, modes=(*(word for word in _WITHIN if word != "reference"), "decayed")),
+    Row(decayed.EXECUTOR, modes=("oracle", *_WITHIN)),
 )
+"""Executors that cut a call, or hide it from a compiler, and ask the table again inside."""
 _ONE_QUERY = (
     Row(one_rotation.EXECUTOR, by_name=True),  # until a GPU measurement says that it is faster than `traced`
     Row(one_call.EXECUTOR, modes=("segmented", "joined")),

@@ -221,7 +221,9 @@ class Problem:
 
     @property
     def rotated(self) -> Problem:
-        """Rotate queries and keys for each region; apply the decay to the states if the queries fit into one block."""
+        """Rotate keys for each region, and queries, unless they are rotated a few at a time: then `Branch.turn` has the
+        rotation that they still need, see `turned`. Apply the decay to the states if the queries fit into one block.
+        """
         decays_here = self.decay is not None and self.q_length <= decay.ROWS
         if self.turner is None and not decays_here:
             return self

@@ -23,7 +23,7 @@ class Executor:
 
     Attributes:
         name: as `patch(model, attention=...)` and `ROPE_PATCH_ATTENTION` force it.
-        what: what it does, in a few words.
+        what: what it does, in a few words, for who reads the table in the code.
         supports: why it cannot compute a problem; empty if it can. It reads no value on a device.
         attend: computes it.
         pieces: the number of pieces that it scores a problem in, after `attend`.
@@ -61,11 +61,11 @@ class Row:
     by_name: bool = False
 
     def serves(self, mode: str) -> bool:
-        """Whether the row is asked when the user passed this word as `attention`."""
+        """Whether the executor of the row is asked when the user passed this word as `attention`."""
         return mode in ("auto", self.executor.name, *self.modes)
 
     def reason(self, problem: Problem) -> str:
-        """The reason why the row is not taken, or an empty string."""
+        """The reason why the executor of the row is not taken, or an empty string."""
         if not self.serves(problem.mode):
             return f"attention={problem.mode!r} is asked for"
         if problem.mode != "auto":

@@ -21,7 +21,8 @@ def attend(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
     A bias of -inf hides a pair. A query that sees no key (a pad before the text, or a token all of whose keys a bias
     hides) gets zeros, as in PyTorch's attention; one whose keys an additive mask hides gets the mean of all values, as
-    in Transformers' eager attention.
+    in Transformers' eager attention. Other executors equal this on queries that see a key. Where a query sees none,
+    their output only has to be finite, because no token reads a pad.
 
     Returns:
         output `(batch, heads, q_len, value_dim)` in the dtype of the values, and the attention weights
