@@ -28,7 +28,7 @@ from rope_patch.models.find_stacks import check_loaded, find_around, find_enclos
 from rope_patch.models.paged import forget_managers
 from rope_patch.models.record import Record
 from rope_patch.models.rope_parameters import scheme_of_parameters, stated_length, stated_parameters
-from rope_patch.mounting.handle import HANDLE, Mounted, PatchHandle, find_handle, find_handles
+from rope_patch.mounting.handle import CHANGING, HANDLE, Mounted, PatchHandle, find_handle, find_handles
 from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.mounting.plan import Mount, install, plan_mounts
 from rope_patch.mounting.registration import asks_by_name, own_attention
@@ -94,13 +94,16 @@ def patch(
         raise UnsupportedModel(f"the model comes first: write patch(model, {', '.join(others)})")
     attention = asked_attention(attention)
     model = loaded(model)
-    with torch.device("cpu"), own_attention(model):  # whatever the default is, as within `with torch.device("meta")`
+    # on the CPU, whatever the default is, as within `with torch.device("meta")`
+    with CHANGING, torch.device("cpu"), own_attention(model):
         scheme = _requested(model, schemes, fields)
         if (same := _same_patch(model, scheme, (mount, attention))) is not None:
             return same
         if replace and find_handle(model) is not None:
-            with _taken_off(model):
-                return patch(model, scheme, mount=mount, attention=attention, allow_untrained=allow_untrained)
+            with _taken_off(model) as restore:
+                handle = patch(model, scheme, mount=mount, attention=attention, allow_untrained=allow_untrained)
+                handle._restore = restore
+                return handle
         scheme, mounted = _planned(model, scheme, mount, Record.find(model))
         if not allow_untrained and (lost := scaled_in_vain(mounted)):
             typed = spelled(scheme)
@@ -115,24 +118,32 @@ def patch(
 
 
 @contextmanager
-def _taken_off(model: nn.Module) -> Iterator[None]:
-    """Remove the scheme of a model within the block; if the block raises an error, the scheme is restored with its
-    learned parameters.
+def _taken_off(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Remove the scheme of a model within the block, which receives the function that restores it. If the block raises
+    an error, the scheme is restored at once.
     """
-    carried, record = find_handles(model), Record.find(model)
+    carried = find_handles(model)
     learned = {name: value.detach().clone() for name, value in learned_parameters(model).items()}
+    restore = partial(_restore, model, carried, Record.find(model), learned)
     for handle in carried:
         handle.remove()
     try:
-        yield
+        yield restore
     except BaseException:
-        for handle in carried:
-            per_request = record.per_request if record else None
-            _mount(handle.model, handle.scheme, handle.mounted, *handle._settings, per_request, handle)  # type: ignore[arg-type]
-        with torch.no_grad():
-            for name, value in learned_parameters(model).items():
-                value.copy_(learned[name])
+        restore()
         raise
+
+
+def _restore(
+    model: nn.Module, carried: Sequence[PatchHandle], record: Record | None, learned: Mapping[str, torch.Tensor]
+) -> None:
+    """Mount the schemes of removed handles again, with their learned parameters."""
+    for handle in carried:
+        per_request = record.per_request if record else None
+        _mount(handle.model, handle.scheme, handle.mounted, *handle._settings, per_request, handle)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, value in learned_parameters(model).items():
+            value.copy_(learned[name])
 
 
 def mount_scheme(

@@ -186,7 +186,8 @@ def test_a_bound_that_is_another_field_is_named_with_its_value(name, model):
 def test_a_model_without_positions():
     said = told(UnsupportedModel, patch, nn.Linear(2, 2), "yarn", factor=4)
     kinds = "no module of rotary frequencies (Llama), no relative bias (T5) and no position table (BERT)"
-    assert said == f"Linear cannot be patched: found {kinds}"
+    others = "A model that keeps its positions otherwise, such as GPT-J, BLOOM or MPT, is not supported"
+    assert said == f"Linear cannot be patched: found {kinds}. {others}"
 
 
 def test_a_folder_that_is_not_there(tmp_path):

@@ -191,10 +191,9 @@ def test_it_says_how_states_are_rotated(monkeypatch):
 # --- forcing one ---
 
 
-FORCED = {  # executors by name, and the schemes that they compute
-    name: ("rerope:window=16", "dca:chunk_size=24,local_window=8", "alibi")
-    for name in ("merged", "flex", "reference", "chunked")
-}
+_EVERY = ("rerope:window=16", "dca:chunk_size=24,local_window=8", "alibi")
+FORCED = {"merged": _EVERY, "flex": _EVERY, "reference": _EVERY, "chunked": _EVERY}
+"""Executors by name, and the schemes that they compute."""
 
 
 @pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in FORCED.items() for spec in specs])

@@ -128,6 +128,11 @@ def asked_attention(attention: str) -> AttentionMode:
     name, words = "attention", get_args(AttentionMode)
     if attention == "auto" and (forced := os.environ.get(FORCED)):
         name, attention = FORCED, forced
+    if attention in ("sdpa", "eager", "flash_attention_2", "flex_attention"):
+        raise InvalidField(
+            f"{name}={attention!r} is the attention of the model; leave `attention` out, and the model keeps its own "
+            f"for static frequencies. Other schemes have executors of their own; allowed: {', '.join(words)}"
+        )
     if attention not in words:
         raise InvalidField(f"{name}={attention!r}: {did_you_mean(str(attention), words)}")
     return cast(AttentionMode, attention)

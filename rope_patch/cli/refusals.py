@@ -120,7 +120,8 @@ def no_place(words: Sequence[str], allowed: Collection[str]) -> EvaluationError:
     if word.lower() in ("true", "false", "yes", "no", "1", "0"):
         return EvaluationError(f"{no}; an option such as --json takes no value, and --no-json turns it off")
     if "--scheme" in allowed and "/" not in word:
-        return EvaluationError(f"{no}; if it is a scheme, write --scheme {word}")
+        scheme = f"NAME:{word}" if re.fullmatch(r"[a-z_]+=.*", word) else word
+        return EvaluationError(f"{no}; if it is {'a field' if scheme != word else 'a scheme'}, write --scheme {scheme}")
     return EvaluationError(f"{no}; put its option in front; allowed: {', '.join(sorted(allowed))}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -18,10 +19,20 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named, as a
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Name all arguments of a forward, from positional `args` and named `kwargs`."""
-    if not args:
-        return kwargs
-    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-    return dict(zip(names, args, strict=False)) | kwargs
+    return dict(zip(parameters_of(module), args, strict=False)) | kwargs if args else kwargs
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, without `self`. A wrapper that takes `*args` and `**kwargs` passes them on,
+    so the parameters are those of the forward below it: of its class, or of a class that this one extends.
+    """
+    classes = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    for forward in (module.forward, *classes):
+        found = {name: each for name, each in inspect.signature(forward).parameters.items() if name != "self"}
+        kinds = {each.kind for each in found.values()}
+        if not kinds >= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            return found
+    return {}
 
 
 def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:

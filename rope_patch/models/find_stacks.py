@@ -61,13 +61,18 @@ def find_stacks(model: nn.Module) -> list[tuple[ModuleType, PreTrainedModel]]:
     if not stacks:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be patched: found no module of rotary frequencies (Llama), no relative "
-            "bias (T5) and no position table (BERT)"
+            "bias (T5) and no position table (BERT). A model that keeps its positions otherwise, such as GPT-J, BLOOM "
+            "or MPT, is not supported"
         )
     if len(stacks) > 1:  # an image tower may have a rotary module, too
         stacks = [(style, module) for style, module in stacks if hasattr(module.config, "vocab_size")] or stacks
     if len(stacks) > 1 and any(style is not t5 for style, _ in stacks):
-        names = ", ".join(type(module).__name__ for _, module in stacks)
-        raise UnsupportedModel(f"{type(model).__name__} has several stacks ({names}); patch one of them directly")
+        paths = {module: name for name, module in model.named_modules()}
+        names = ", ".join(f"model.{paths[module]}: {type(module).__name__}" for _, module in stacks)
+        raise UnsupportedModel(
+            f"{type(model).__name__} has several stacks ({names}); patch one of them, as in "
+            f"patch(model.{paths[stacks[0][1]]}, SCHEME)"
+        )
     return stacks
 
 

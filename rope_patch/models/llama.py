@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
+import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import InvalidField, UnsupportedModel
+from rope_patch.models.arguments import parameters_of
 from rope_patch.models.base import AttentionLayer, Heads, RotaryTables, Stack, is_causal
 from rope_patch.models.config import (
     checkpoint_of_config,
@@ -54,6 +57,11 @@ def read(stack: PreTrainedModel) -> Stack:
         UnsupportedModel: a part of it is not supported; the message names the reason.
     """
     family = type(stack).__name__
+    if getattr(stack.config, "alibi", False) is True:
+        raise UnsupportedModel(
+            f"{family} has config.alibi=True: it adds ALiBi to its scores and never uses its rotary tables, so it has "
+            "no rotation that a scheme could change"
+        )
     every = [module for module in stack.modules() if _is_rotary(module)]
     attention = _attention_modules(stack)
     parts = {part for _, layer in attention for part in layer.modules()}
@@ -90,6 +98,15 @@ def read(stack: PreTrainedModel) -> Stack:
         pairs=widths.pop() // 2 if len(widths) == 1 else None,
     )
     return Stack(stack, checkpoint, checkpoint.native, layers, rotary)
+
+
+@functools.cache
+def _names_a_window(module: str) -> bool:
+    """Whether the Python module of a model's class names `sliding_window` at all: a Llama ignores its config's."""
+    try:
+        return "sliding_window" in inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):  # a class of a notebook has no file
+        return True
 
 
 def _is_rotary(module: nn.Module) -> bool:
@@ -162,7 +179,7 @@ def _attention_modules(stack: nn.Module) -> list[tuple[str, nn.Module]]:
     candidates = {
         name: module
         for name, module in stack.named_modules()
-        if hasattr(module, "layer_idx") and "position_embeddings" in inspect.signature(module.forward).parameters
+        if hasattr(module, "layer_idx") and "position_embeddings" in parameters_of(module)
     }
     scoring = {name for name, module in candidates.items() if not _misses_interface(module)}
     reads_tables = {cls: _reads_tables(cls) for cls in set(map(type, candidates.values()))}
@@ -183,8 +200,10 @@ def _reads_tables(cls: type[nn.Module]) -> bool:
     """Whether a forward that takes `position_embeddings` reads them; linear and cross-attention may only accept
     them.
     """
-    name, code = "position_embeddings", inspect.unwrap(cls.forward).__code__
-    loaded = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    name = "position_embeddings"
+    forwards = (inspect.unwrap(vars(each)["forward"]) for each in cls.__mro__ if "forward" in vars(each))
+    forward = next((each for each in forwards if name in inspect.signature(each).parameters), None)
+    loaded = (step.argval for step in dis.get_instructions(forward or cls.forward) if step.opname.startswith("LOAD"))
     return any(name == each or (isinstance(each, tuple) and name in each) for each in loaded)
 
 
@@ -246,7 +265,7 @@ def _read_layer(
         sliding = getattr(config, "attention_chunk_size", None)
     elif sliding is None:
         # Mistral-like: only the config has the window, for every layer
-        for_all = getattr(config, "use_sliding_window", True) and not types
+        for_all = getattr(config, "use_sliding_window", True) and not types and _names_a_window(type(stack).__module__)
         sliding = getattr(config, "sliding_window", None) if for_all else None
     layout, normed, turns_values, gets_positions = None, False, False, True
     unscored = _rotates_more_keys(module) or keeps or _reads_tables_otherwise(module)
@@ -322,6 +341,6 @@ def _reads_tables_otherwise(module: nn.Module) -> str:
     if getattr(module, "store_full_length_kv", False) and shared:
         return "other layers read its keys"
     for inner in module.modules():
-        if inner is not module and "position_embeddings" in inspect.signature(inner.forward).parameters:
+        if inner is not module and "position_embeddings" in parameters_of(inner):
             return f"{type(inner).__name__} inside it reads the rotary tables as well"
     return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rope_patch.models.arguments import by_name
+from rope_patch.models.arguments import by_name, parameters_of
 from rope_patch.models.base import RotaryTables
 
 _TOKENS = 4
@@ -80,7 +79,7 @@ def takes_text_axis(stack: PreTrainedModel, rotary: RotaryTables) -> bool:
 
 def _blocks(stack: nn.Module) -> set[nn.Module]:
     lists = (child for child in stack.modules() if isinstance(child, nn.ModuleList))
-    return {block for blocks in lists for block in blocks if "position_embeddings" in _parameters(block)}
+    return {block for blocks in lists for block in blocks if "position_embeddings" in parameters_of(block)}
 
 
 def _calls(
@@ -91,12 +90,12 @@ def _calls(
     device = next((weight.device for weight in stack.parameters()), torch.device("cpu"))
     states = torch.zeros(1, _TOKENS, cast(Any, stack.config).hidden_size, dtype=stack.dtype, device=device)
     inputs = {"inputs_embeds": states, "use_cache": False}
-    if "inputs_embeds" not in _parameters(stack):
+    if "inputs_embeds" not in parameters_of(stack):
         inputs["input_ids"] = torch.zeros(1, _TOKENS, dtype=torch.long, device=device)
     if positions is not None:
         inputs["position_ids"] = positions.to(device)
     with contextlib.suppress(Exception), torch.no_grad():
-        arguments = {name: value for name, value in inputs.items() if name in _parameters(stack)}
+        arguments = {name: value for name, value in inputs.items() if name in parameters_of(stack)}
         type(stack).forward(cast(Any, _recording(stack, answers, calls)), **arguments)
     return calls
 
@@ -113,7 +112,3 @@ def _recording(module: nn.Module, answers: Mapping[nn.Module, Callable[..., Any]
     copied._modules = {name: child and _recording(child, answers, calls) for name, child in module._modules.items()}
     copied.training = False
     return copied
-
-
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(module.forward).parameters

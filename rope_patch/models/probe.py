@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import itertools
 import math
 import threading
@@ -28,7 +27,7 @@ from torch.func import functional_call
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.errors import UnsupportedModel
-from rope_patch.models.arguments import by_name
+from rope_patch.models.arguments import by_name, parameters_of
 from rope_patch.models.base import Heads, RotaryTables
 from rope_patch.models.probe_copy import ProbeCopies, kind_of, part_of
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
@@ -252,7 +251,7 @@ def measure_heads(module: nn.Module) -> Heads:
 
 
 def _names_positions(block: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(block.forward).parameters
+    return "position_ids" in parameters_of(block)
 
 
 def passes_positions(block: nn.Module, module: nn.Module, rotary: RotaryTables) -> bool | None:
@@ -430,7 +429,7 @@ def _arguments(module: nn.Module, hidden: torch.Tensor, tables: Any) -> dict[str
         "shared_kv_states": {},  # read by layers that share the keys of this one
         "position_ids": torch.arange(_TOKENS, device=hidden.device)[None],
     }
-    accepted = inspect.signature(module.forward).parameters
+    accepted = parameters_of(module)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     needed = [name for name, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if unknown := [name for name in needed if name not in arguments]:

@@ -54,7 +54,10 @@ def rope_entries(config: Any) -> dict[str | None, dict[str, Any]]:
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise UnsupportedModel(f"{type(config).__name__} has no `rope_parameters`, so the checkpoint does not rotate")
+        raise UnsupportedModel(
+            f"{type(config).__name__} has no `rope_parameters`: the checkpoint does not rotate, "
+            "or rotates by a module of its own, which is not supported"
+        )
     if not isinstance(parameters, dict):
         raise UnsupportedModel(f"{type(config).__name__}: rope_parameters={parameters!r} is not allowed; use a dict")
     if "rope_theta" in parameters:

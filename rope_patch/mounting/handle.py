@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,11 +22,15 @@ Mounted = tuple[tuple[Stack, Plan], ...]
 
 HANDLE = "_rope_patch_handle"
 
+CHANGING = threading.RLock()
+"""Held while a model is patched or restored: two threads may not change one model at once."""
+
 _IN_PLACE = "`patch` returns a handle, and the model is patched in place: use the model itself, or handle.model{}"
 
 
 class PatchHandle:
-    """A model under a scheme. As a context manager it removes the scheme on leaving the block.
+    """A model under a scheme. As a context manager it removes the scheme on leaving the outermost block; where
+    `replace=True` replaced a scheme, that scheme returns.
 
     Attributes:
         model: the patched model.
@@ -47,6 +53,8 @@ class PatchHandle:
         self.layer_states: tuple[LayerState, ...] = ()
         self._changes = changes
         self._settings = settings
+        self._entered = 0
+        self._restore: Callable[[], None] | None = None
 
     @property
     def stack(self) -> Stack:
@@ -73,17 +81,23 @@ class PatchHandle:
         Raises:
             NotPatched: this handle was removed already.
         """
-        if not self._is_mounted:
-            raise NotPatched(f"{type(self.model).__name__} does not carry {spelled(self.scheme)} any more")
-        forget_managers([*find_enclosing(self.model), *self.model.modules()])
-        self._changes.undo()
+        with CHANGING:
+            if not self._is_mounted:
+                raise NotPatched(f"{type(self.model).__name__} does not carry {spelled(self.scheme)} any more")
+            forget_managers([*find_enclosing(self.model), *self.model.modules()])
+            self._changes.undo()
 
     def __enter__(self) -> PatchHandle:
+        self._entered += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_mounted:
-            self.remove()
+        self._entered -= 1
+        if self._entered or not self._is_mounted:
+            return
+        self.remove()
+        if self._restore is not None:
+            self._restore()
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and hasattr(vars(self).get("model"), name):

@@ -130,6 +130,9 @@ def find_name(typed: str, forms: Iterable[str] = ()) -> str:
         return meant
     if (advice := _ADVICE.get(_folded(typed))) is not None:
         raise UnknownScheme(f"there is no scheme {typed!r}; {advice}")
+    listed = [part.strip() for part in typed.split(",")]
+    if len(listed) > 1 and all(_folded(part) in spelled for part in listed):
+        raise UnknownScheme(f"there is no scheme {typed!r}; schemes are joined by a plus: write {'+'.join(listed)!r}")
     counted = _COUNTED.fullmatch(typed) if len(typed) <= _LONGEST_NAME else None
     if counted and (meant := spelled.get(_folded(counted[1]))) in _REGISTRY:
         line = f"{meant}:{_main_field(_REGISTRY[meant])}={counted[2]}"

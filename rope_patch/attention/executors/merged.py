@@ -29,6 +29,7 @@ from rope_patch.attention.sums import Gradient, Run, Sum
 from rope_patch.attention.table import Executor
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work
+from rope_patch.errors import UnsupportedModel
 from rope_patch.schemes.slots import ALL_PAIRS, Bounds, Region
 
 
@@ -36,7 +37,14 @@ def attend(problem: Problem) -> Output:
     """Output of `reference.attend` for a call made of spans, `(batch, heads, q_len, value_dim)`.
 
     The caller ensures that there is no softcap, sink or dropout. Queries outside every span (pads) get zeros.
+
+    Raises:
+        UnsupportedModel: under `torch.jit.trace`, which would record the pieces of this one length.
     """
+    if torch.jit.is_tracing():
+        raise UnsupportedModel(
+            "torch.jit.trace cannot record attention that is scored in pieces; torch.export.export(model, ...) can"
+        )
     spans, call = problem.spans or (), problem.rotated.as_causal
     bias = tile_bias(call)
     if not torch.is_grad_enabled():  # the engine of gradients takes longer than a small kernel
