@@ -83,7 +83,7 @@ def test_a_terminal_shows_the_same_line(words, said):
             "describe DIR rerope:window=8",
             "'rerope:window=8' stands alone; if it is a scheme, write --scheme rerope:window=8",
         ),
-        ("perplexity --scheme yarn factor=4", "stands alone; if it is a field, write --scheme NAME:factor=4"),
+        ("describe DIR factor=4", "stands alone; if it is a field, write --scheme NAME:factor=4"),
         ("perplexity --lengths 8 --json=true", "'true' stands alone; an option such as --json takes no value"),
         ("list --scheme yarn", "there is no option '--scheme'; write its value alone"),
         ("plot --picture biases", "write its value alone"),
