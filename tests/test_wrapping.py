@@ -129,7 +129,7 @@ def test_a_window_that_the_model_ignores_is_ignored(family):
 
 @pytest.mark.parametrize("spec", ["yarn:factor=4", "rerope:window=8", "hierarchical"])
 def test_a_falcon_with_alibi_is_refused(spec):
-    """It computes rotary tables and never uses them, so a scheme changed nothing."""
+    """A Falcon with ALiBi computes rotary tables and never uses them, so a scheme changed nothing."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
     model = from_config(AutoConfig.for_model("falcon", alibi=True, **sizes))
     with pytest.raises(UnsupportedModel, match=r"config\.alibi=True: it adds ALiBi to its scores"):
