@@ -158,7 +158,7 @@ def test_a_list_with_commas_is_shown_as_it_is_written():
         patch(build("llama"), "rerope,logn")
 
 
-@pytest.mark.parametrize("word", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("word", ["sdpa", "eager", "flash_attention_2", "flash_attention_3"])
 def test_the_attention_of_the_model_is_no_executor(word):
     with pytest.raises(InvalidField, match=f"attention='{word}' is the attention of the model; leave `attention` out"):
         patch(build("llama"), "rerope:window=8", attention=word)

@@ -23,7 +23,7 @@ class Executor:
 
     Attributes:
         name: as `patch(model, attention=...)` and `ROPE_PATCH_ATTENTION` force it.
-        what: what it does, in a few words, for who reads the table in the code.
+        what: what it does, in a few words, for readers of the code.
         supports: why it cannot compute a problem; empty if it can. It reads no value on a device.
         attend: computes it.
         pieces: the number of pieces that it scores a problem in, after `attend`.
@@ -128,7 +128,7 @@ def asked_attention(attention: str) -> AttentionMode:
     name, words = "attention", get_args(AttentionMode)
     if attention == "auto" and (forced := os.environ.get(FORCED)):
         name, attention = FORCED, forced
-    if attention in ("sdpa", "eager", "flash_attention_2", "flex_attention"):
+    if str(attention).startswith(("sdpa", "eager", "flash_attention", "flex_attention")):
         raise InvalidField(
             f"{name}={attention!r} is the attention of the model; leave `attention` out, and the model keeps its own "
             f"for static frequencies. Other schemes have executors of their own; allowed: {', '.join(words)}"
