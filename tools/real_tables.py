@@ -19,6 +19,7 @@ LAYOUTS = {
     "fetched": "none: as fetched",
     "randomized": "`randomized`, 2,048 tokens",
     "pose": "`pose`, 2,048 tokens",
+    "packed": "`packed`, 16,384 tokens",
 }
 """The files of `layouts`, with the rows of the training in words."""
 FAR = sorted([*DOCS.glob("results/real/*/repeat.jsonl"), *DOCS.glob("results/real/*/far.jsonl")])
