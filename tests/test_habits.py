@@ -376,6 +376,25 @@ def test_the_entry_of_a_patched_model(model):
         export_rope_parameters(model)
     with pytest.raises(InvalidField, match=r"export_rope_parameters\(scheme, model.config\)"):
         export_rope_parameters(YaRN(factor=4))
+    for first in (model, model.config):
+        for scheme in ("yarn:factor=4", YaRN(factor=4)):
+            with pytest.raises(InvalidField, match=r"the scheme comes first: write export_rope_parameters\('yarn:"):
+                export_rope_parameters(first, scheme)
+
+
+@pytest.mark.parametrize("share", ["L/2", "L", "2x", "0.5x", 0.5])
+def test_a_window_as_a_share_of_the_training_length_names_the_target(share, model):
+    for asked, fields in (("rerope", {"window": share}), (f"rerope:window={share}", {}), ("window", {"window": share})):
+        with pytest.raises(InvalidField, match="it counts tokens, as window=512 does, and target='auto' in its place"):
+            patch(model, asked, **fields)
+    with patch(model, "rerope", target="auto"):
+        assert current_scheme(model) == ReRoPE(L // 2)
+
+
+@pytest.mark.parametrize("function", [describe, current_scheme, unpatch, patch])
+def test_a_scheme_where_a_model_belongs(function):
+    with pytest.raises(UnsupportedModel, match=r"'yarn:factor=4' is a scheme.*write patch\(model, 'yarn:factor=4'\)"):
+        function("yarn:factor=4")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
             shown = (f"  {name:<12}{doc.partition(chr(10))[0].rstrip('.')}" for name, doc in docs.items())
             print(HELP.format(commands="\n".join(shown)))
             return 0
-        if command in ("--version", "-V", "version"):
+        if command in ("--version", "-V", "-v", "version"):
             print(f"rope-patch {__version__}")
             return 0
         if command == "doctor":

@@ -16,6 +16,7 @@ from rope_patch.errors import UnsupportedModel
 from rope_patch.models import absolute, baichuan, llama, t5
 from rope_patch.models.base import Stack
 from rope_patch.models.config import wrong_field
+from rope_patch.schemes.registry import list_schemes
 
 STYLES: tuple[ModuleType, ...] = (llama, t5, baichuan)
 """The styles of stacks. Each has `recognises(module)` and `read(module)`, which returns a `Stack`."""
@@ -84,6 +85,8 @@ def check_loaded(model: Any) -> None:
     """
     if isinstance(model, nn.Module):
         return
+    if isinstance(model, str) and model.partition(":")[0] in list_schemes():
+        raise UnsupportedModel(f"{model!r} is a scheme, and this takes a loaded model: write patch(model, {model!r})")
     if isinstance(model, (str, os.PathLike)):
         raise UnsupportedModel(f"{str(model)!r} is not a loaded model: load it with rope_patch.from_pretrained")
     name = repr(model) if model is None else model.__name__ if isinstance(model, type) else type(model).__name__

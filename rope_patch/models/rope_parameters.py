@@ -73,8 +73,13 @@ def export_rope_parameters(
     Raises:
         NotExpressible: Transformers cannot express the scheme; the message names the reason.
         NotPatched: the model carries no scheme.
-        InvalidField: a scheme came without a config.
+        InvalidField: a scheme came without a config, or behind it.
     """
+    if isinstance(config, (str, Scheme)):
+        raise InvalidField(
+            f"export_rope_parameters({type(scheme).__name__}, {str(config)!r}): the scheme comes first: "
+            f"write export_rope_parameters({str(config)!r}, model.config)"
+        )
     if isinstance(scheme, nn.Module):
         scheme, config = _of_model(scheme)
     scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme

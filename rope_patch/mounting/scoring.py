@@ -262,7 +262,7 @@ def _arrived(module: nn.Module, call: ForwardCall, query: torch.Tensor, key: tor
     if key.shape[2] != expected:
         raise UnsupportedPositions(
             f"{call.state.layer.name}: {key.shape[2]} keys arrive where its cache announced {expected}; the way in "
-            f"which {type(module).__name__} keeps keys is not supported"
+            f"which {type(module).__name__} keeps keys is not supported: call the model with use_cache=False"
         )
     call.remember()
     return key.plain() if isinstance(key, CachedKeys) else key  # keys of a static cache are plain already

@@ -44,7 +44,18 @@ class Rule:
 
     def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
         """The error message for a value, without the name of the scheme, which goes in front."""
-        return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}{_meant(value, noun)}"
+        instead = (_in_lengths(value) if field == "window" else "") or _meant(value, noun)
+        return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}{instead}"
+
+
+def _in_lengths(value: Any) -> str:
+    """What to write instead of a window as a share of the training length, such as `"L/2"`, `"2x"` or `0.5`."""
+    is_share = re.search(r"[Lx]", value) if isinstance(value, str) else isinstance(value, float) and 0 < value < 1
+    return (
+        "; it counts tokens, as window=512 does, and target='auto' in its place sets it from the model"
+        if is_share
+        else ""
+    )
 
 
 def _meant(value: Any, noun: str) -> str:

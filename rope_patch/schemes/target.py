@@ -117,6 +117,9 @@ def _whatever_length(kind: type[Scheme], given: Mapping[str, Any], checkpoint: C
 def advise(error: MissingField, checkpoint: Checkpoint) -> MissingField:
     """Extend the error with values for the missing fields on a checkpoint, if there is a rule for them."""
     kind, given = error.scheme, error.given
+    if isinstance(kind, type) and type(checkpoint.native) is kind and not given:
+        error = MissingField(f"{error}; this checkpoint has a {kind.name} of its own, which needs no patch")
+        error.scheme, error.given = kind, given
     if not (isinstance(kind, type) and takes_target(kind)):
         return error
     try:

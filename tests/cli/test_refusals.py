@@ -149,7 +149,7 @@ def test_help_and_version_in_other_words(capsys):
     for words in (["help", "describe"], ["describe", "-h"]):
         assert main(words) == 0
         assert "usage: rope-patch describe" in capsys.readouterr().out
-    for words in (["version"], ["-V"]):
+    for words in (["version"], ["-V"], ["-v"]):
         assert main(words) == 0
         assert capsys.readouterr().out.startswith("rope-patch ")
 

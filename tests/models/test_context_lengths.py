@@ -25,6 +25,7 @@ from rope_patch import (
 )
 from rope_patch.cli import main
 from rope_patch.doctor import diagnose, read_source
+from rope_patch.errors import MissingField
 from rope_patch.evaluation.measured_model import MeasuredModel
 from rope_patch.evaluation.scheme_specs import schemes_at_lengths
 from rope_patch.models.config import context_lengths
@@ -475,6 +476,15 @@ def test_factors_for_requests_count_from_the_length_of_today():
 def test_frequencies_that_reach_todays_length_exactly_shorten_nothing(name):
     *_, today = CONFIGS[name]
     assert not any("already reads" in said for said in scheme_on(name, f"ntk:target={today}")[1])
+
+
+def test_longrope_by_name_alone_on_a_checkpoint_that_has_it():
+    has_it = "this checkpoint has a longrope of its own, which needs no patch"
+    with pytest.raises(MissingField, match=f"longrope needs short_factor, long_factor.*; {has_it}$"):
+        patch(build("phi-3 128k"), "longrope")
+    with pytest.raises(MissingField) as refused:
+        patch(build("llama 2"), "longrope")
+    assert "of its own" not in str(refused.value)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "rope-scaling.md"
