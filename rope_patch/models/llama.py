@@ -241,32 +241,14 @@ def _read_layer(
     around = [stack.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)]
     block = around[0] if around else stack
     passed_here = [passed[outer] for outer in around if outer in passed]
-    tables = passed_here[0] if passed_here else next((t for t in rotary if t.layer_type in (None, layer_type)), None)
-    if not passed_here:
-        if (count := len({each.module for each in rotary})) > 1:
-            raise UnsupportedModel(f"{family} has {count} rotary modules; it does not declare which one {name} uses")
-        tables = tables or measuring.choice(module, rotary)
-        if tables is None:
-            raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")
+    tables = passed_here[0] if passed_here else _chosen(name, module, layer_type, rotary, family, measuring)
     for part in module.modules():
         if _is_rotary(part) and tables is not None and part not in tables.copies:
             raise UnsupportedModel(
                 f"{family}: a {type(part).__name__} inside {name} has other frequencies than the stack's"
             )
-    sliding = getattr(module, "sliding_window", None)
     keeps = _keeps_keys_apart(cached, index)
-    if keeps:
-        sliding = None  # the prompt stays visible, however far
-    elif layer_type is not None and "sliding" in layer_type:
-        sliding = sliding or getattr(config, "sliding_window", None)
-    elif layer_type == "full_attention":
-        sliding = None
-    elif layer_type == "chunked_attention":  # distances stay below the chunk size
-        sliding = getattr(config, "attention_chunk_size", None)
-    elif sliding is None:
-        # Mistral-like: only the config has the window, for every layer
-        for_all = getattr(config, "use_sliding_window", True) and not types and _names_a_window(type(stack).__module__)
-        sliding = getattr(config, "sliding_window", None) if for_all else None
+    sliding = None if keeps else _window_of(module, config, layer_type, stack)  # the prompt stays visible, however far
     layout, normed, turns_values, gets_positions = None, False, False, True
     unscored = _rotates_more_keys(module) or keeps or _reads_tables_otherwise(module)
     heads = Heads(config.num_attention_heads, *[head_dim(config)] * 2)
@@ -302,6 +284,40 @@ def _read_layer(
         turns_values=turns_values,
         unscored=unscored,
     )
+
+
+def _chosen(
+    name: str,
+    module: nn.Module,
+    layer_type: str | None,
+    rotary: tuple[RotaryTables, ...],
+    family: str,
+    measuring: Measuring,
+) -> RotaryTables:
+    """The tables by which a layer rotates that no module around it was seen to pass any."""
+    if (count := len({each.module for each in rotary})) > 1:
+        raise UnsupportedModel(f"{family} has {count} rotary modules; it does not declare which one {name} uses")
+    declared = next((tables for tables in rotary if tables.layer_type in (None, layer_type)), None)
+    if (chosen := declared or measuring.choice(module, rotary)) is None:
+        raise UnsupportedModel(f"{family}: no rotary tables for {name} of layer type {layer_type!r}")
+    return chosen
+
+
+def _window_of(module: nn.Module, config: Any, layer_type: str | None, stack: nn.Module) -> int | None:
+    """The number of tokens that a layer sees, or at which its chunks end; None for all of them."""
+    window = getattr(module, "sliding_window", None)
+    if layer_type is not None and "sliding" in layer_type:
+        return window or getattr(config, "sliding_window", None)
+    if layer_type == "full_attention":
+        return None
+    if layer_type == "chunked_attention":  # distances stay below the chunk size
+        return getattr(config, "attention_chunk_size", None)
+    if window is not None:
+        return window
+    # Mistral-like: only the config has the window, for every layer
+    for_all = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
+    named = for_all and _names_a_window(type(stack).__module__)
+    return getattr(config, "sliding_window", None) if named else None
 
 
 def _layers_of_cache(stack: PreTrainedModel) -> Sequence[type]:

@@ -103,59 +103,63 @@ def export_rope_parameters(
     scheme = resolved(scheme, dataclasses.replace(checkpoint_of_config(config), pairs=pairs))
     exported = copy.deepcopy(config.rope_parameters)
     for layer_type, chosen in _by_entry(scheme, config).items():
-        entry = rope_entries(config)[layer_type]
-        share = entry.get("partial_rotary_factor", 1.0)
-        is_share = entry.get("rope_type") == "proportional"  # a share of the pairs; otherwise of the dimensions
-        dim = head_dim(configs_of_type(config, layer_type)[0])
-        spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
-        scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
-        unscaled = {key: value for key, value in entry.items() if key not in scaling}
-        if as_lists is not None:
-            if is_share:
-                spec = dataclasses.replace(spec, rotating_pairs=int(share * dim // 2))
-                unscaled["partial_rotary_factor"] = 1.0
-            parameters = equal_lists(chosen, scheme_of_layer_type(config, layer_type), spec, as_lists, weights)
-        else:
-            parameters = chosen.rope_parameters(spec)
-        if "factor" in parameters:
-            parameters["factor"] = float(parameters["factor"])  # vLLM reads an int as a list of factors
-        longest = getattr(config, "max_position_embeddings", None)
-        if parameters.get("rope_type") == "dynamic" and longest != spec.training_length:
-            raise NotExpressible(
-                f"{spelled(scheme)} grows from the training length of {spec.training_length}; `dynamic` of "
-                "Transformers grows "
-                f"from max_position_embeddings={longest}"
-            )
-        if as_lists is None and is_share and not chosen.chooses_pairs:
-            if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _SHARE_TYPES:
-                raise NotExpressible(
-                    f"{spelled(scheme)}: this checkpoint rotates only {share} of its pairs, which Transformers "
-                    "cannot combine "
-                    f"with the rope_type {parameters['rope_type']!r}"
-                )
-            parameters["rope_type"] = "proportional"
-        elif not is_share and "partial_rotary_factor" in parameters and share != 1:
-            raise NotExpressible(
-                f"{spelled(scheme)} is a share of the whole head in Transformers, but this checkpoint rotates only "
-                f"{share} of it"
-            )
-        if layer_type is not None and parameters.get("truncate") is False:
-            raise NotExpressible(
-                f"{spelled(scheme)}: Transformers ignores truncate=False in rope_parameters nested by layer type, as "
-                "in "
-                f"{type(config).__name__}"
-            )
-        parameters = unscaled | parameters
-        if getattr(config, "layer_rope_theta", None) and parameters["rope_theta"] != entry["rope_theta"]:
-            raise NotExpressible(
-                f"{spelled(scheme)}: {type(config).__name__} has a rope_theta of its own for each layer"
-            )
+        parameters = _exported(scheme, chosen, config, layer_type, as_lists, weights)
         if layer_type is None:
             exported = parameters
         else:
             exported[layer_type] = parameters
     _check_accepted(scheme, exported, config, None if as_lists is None else exported.get(_ORIGINAL))
     return exported
+
+
+def _exported(
+    scheme: Scheme, chosen: Scheme, config: Any, layer_type: str | None, as_lists: int | None, weights: Weights
+) -> dict[str, Any]:
+    """Express the scheme `chosen` for one entry of a config, a part of the resolved `scheme`; the other arguments are
+    those of `export_rope_parameters`.
+    """
+    entry, name = rope_entries(config)[layer_type], spelled(scheme)
+    share = entry.get("partial_rotary_factor", 1.0)
+    is_share = entry.get("rope_type") == "proportional"  # a share of the pairs; otherwise of the dimensions
+    dim = head_dim(configs_of_type(config, layer_type)[0])
+    spec = RotarySpec(dim if is_share else int(dim * share), entry["rope_theta"], training_length(config))
+    scaling = SCALING - set(_QUERY_SCALE if _QUERY_SCALE[0] in entry else ())
+    unscaled = {key: value for key, value in entry.items() if key not in scaling}
+    if as_lists is not None:
+        if is_share:
+            spec = dataclasses.replace(spec, rotating_pairs=int(share * dim // 2))
+            unscaled["partial_rotary_factor"] = 1.0
+        parameters = equal_lists(chosen, scheme_of_layer_type(config, layer_type), spec, as_lists, weights)
+    else:
+        parameters = chosen.rope_parameters(spec)
+    if "factor" in parameters:
+        parameters["factor"] = float(parameters["factor"])  # vLLM reads an int as a list of factors
+    longest = getattr(config, "max_position_embeddings", None)
+    if parameters.get("rope_type") == "dynamic" and longest != spec.training_length:
+        raise NotExpressible(
+            f"{name} grows from the training length of {spec.training_length}; `dynamic` of Transformers grows from "
+            f"max_position_embeddings={longest}"
+        )
+    if as_lists is None and is_share and not chosen.chooses_pairs:
+        if parameters.keys() - {"rope_type", "rope_theta", "factor"} or parameters["rope_type"] not in _SHARE_TYPES:
+            raise NotExpressible(
+                f"{name}: this checkpoint rotates only {share} of its pairs, which Transformers cannot combine with "
+                f"the rope_type {parameters['rope_type']!r}"
+            )
+        parameters["rope_type"] = "proportional"
+    elif not is_share and "partial_rotary_factor" in parameters and share != 1:
+        raise NotExpressible(
+            f"{name} is a share of the whole head in Transformers, but this checkpoint rotates only {share} of it"
+        )
+    if layer_type is not None and parameters.get("truncate") is False:
+        raise NotExpressible(
+            f"{name}: Transformers ignores truncate=False in rope_parameters nested by layer type, as in "
+            f"{type(config).__name__}"
+        )
+    parameters = unscaled | parameters
+    if getattr(config, "layer_rope_theta", None) and parameters["rope_theta"] != entry["rope_theta"]:
+        raise NotExpressible(f"{name}: {type(config).__name__} has a rope_theta of its own for each layer")
+    return parameters
 
 
 def equal_lists(

@@ -140,8 +140,7 @@ def install_parameters(
     if shared and hasattr(stack.module, NAME):
         raise SlotConflict(
             f"{spelled(scheme)} learns {', '.join(shared)} for all its layers, but other layers already share "
-            "parameters; use "
-            "one scheme for all of them, or schemes with separate parameters per layer"
+            "parameters; use one scheme for all of them, or schemes with separate parameters per layer"
         )
     precise = Precise(scheme.precise)
     if shared:

@@ -256,9 +256,8 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     family, heads = type(stack.module).__name__, stack.checkpoint.num_heads
     if stack.absolute is not None and not (scheme.slots == {"embedding"} and scheme.is_table):
         raise UnsupportedModel(
-            f"{family} adds learned positions to its input; {spelled(scheme)} fills "
-            f"{', '.join(sorted(scheme.slots))}, but only "
-            "the rows of that table can be replaced; 'hierarchical' does, and reaches L^2 tokens"
+            f"{family} adds learned positions to its input; {spelled(scheme)} fills {', '.join(sorted(scheme.slots))}, "
+            "but only the rows of that table can be replaced; 'hierarchical' does, and reaches L^2 tokens"
         )
     if "embedding" in scheme.slots and not scheme.every_block:
         accepted = inspect.signature(stack.module.forward).parameters
@@ -268,16 +267,14 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
         kind = entry_of(stack.config.rope_parameters).get("rope_type")
         raise UnsupportedModel(
             f"{family}: rope_type={kind!r} is not known here, so {spelled(scheme)} cannot be derived from it; use a "
-            "scheme "
-            "without its own frequencies, which keeps the model's"
+            "scheme without its own frequencies, which keeps the model's"
         )
     undeclared = [tables for tables in stack.rotary if not tables.as_declared]
     if undeclared and _rotates(scheme):
         sizes = "; ".join(f"{len(each.inv_freq)} pairs of {each.layer_type or 'all layers'}" for each in undeclared)
         raise UnsupportedModel(
             f"{family} rotates with other frequencies than its config describes ({sizes}), so {spelled(scheme)} "
-            "cannot be "
-            "derived from it; use a scheme without its own frequencies, which keeps the model's"
+            "cannot be derived from it; use a scheme without its own frequencies, which keeps the model's"
         )
     if scheme.causal_only and stack.checkpoint.bidirectional:
         raise UnsupportedModel(
@@ -294,8 +291,7 @@ def _check_fit(scheme: Scheme, stack: Stack) -> None:
     if any("tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1 for mesh in meshes):
         raise UnsupportedModel(
             f"{family} is under tensor parallelism, so each process has some of the heads, but {spelled(scheme)} has "
-            "values, "
-            "factors or learned parameters of all of them; use data or context parallelism"
+            "values, factors or learned parameters of all of them; use data or context parallelism"
         )
 
 

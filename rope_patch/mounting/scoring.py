@@ -71,55 +71,105 @@ def late_attention(
     if paged:
         return _attend_by_request(module, query, key, value, call, scaling, dropout, kwargs)
     key = _arrived(module, call, query, key)
-    state, learned = call.state, call.state.weights(module)
+    state, scheme, learned = call.state, call.state.scheme, call.state.weights(module)
     if state.by_head and (shared := query.shape[1] // key.shape[1]) > 1:  # heads that share a key turn it differently
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
     factors = query_factors(call, query, learned)
     scaled = query if factors is None else query * factors
     keep = functools.partial(keep_step, call, module, (query, key, value), attention_mask, scaling, factors)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    implementation, follows_length = state.config._attn_implementation, state.scheme.length_dependent
+    scores = _scores(call, attention_mask, query)
     readable = attention_mask is None or isinstance(attention_mask, torch.Tensor)  # another form is left alone
+    looks = readable and query.shape[2] > 1 and (scores or scheme.causal_only)
     mask = groups = None
-    # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
-    scores = state.scores or call.is_request or holds_groups(attention_mask)
-    scores = scores or (follows_length and query.shape[2] == 1 and implementation == "sdpa")
-    looks = query.shape[2] > 1 and (scores or state.scheme.causal_only)
-    if scores or (readable and (follows_length or looks)):
-        sizes = query.shape[2], key.shape[2], call.start, implementation
-        mask, groups = call.forward.shared(read_mask)(attention_mask, call.position_ids, *sizes)
-    if follows_length and readable:
-        call.tokens = call.forward.shared(keys_seen)(mask, groups)
-        is_whole = call.query_start is None and query.shape[2] == key.shape[2] > 1
-        if state.scheme.by_document and is_whole:
-            call.documents = call.forward.shared(documents_of)(mask, groups, call.position_ids)
-    if state.scheme.regions_by_length:
+    if scores or looks or (readable and scheme.length_dependent):
+        mask, groups = _read(call, attention_mask, query.shape[2], key.shape[2])
+    if scheme.regions_by_length:
         lengths = call.rows_by_length()
         if len(lengths) > 1:
             batches = tuple(lengths.values())
             return _attend_by_length(module, query, key, value, attention_mask, call, batches, scaling, dropout, kwargs)
         (call.length,) = lengths
-    if (scores or follows_length) and not call.forward.traced:
-        _refuse_part_of_a_row(state.scheme, implementation)
-    if looks and readable:
+    if (scores or scheme.length_dependent) and not call.forward.traced:
+        _refuse_part_of_a_row(scheme, state.config._attn_implementation)
+    if looks:
         call.looks_ahead = _looks_ahead(call, mask, is_causal(module, kwargs.get("is_causal")))
     if not scores:
-        turner = call.turner(key.shape[2], learned)
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        if implementation == "eager" and eager is None:
-            raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
-        previous = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-        if state.watch is not None:
-            state.watch(implementation, None)
-        delegate = functools.partial(_delegated, previous, turner, scaling, dropout)
+        delegate = _delegate(module, call, call.turner(key.shape[2], learned), scaling, dropout)
         if not learned and not dropout:
-            keep(implementation, delegate)
+            keep(state.config._attn_implementation, delegate)
         return delegate(module, scaled, key, value, attention_mask, kwargs)
+    problem = _problem(call, query, scaled, key, value, learned, (mask, groups), scaling, dropout, kwargs)
+    output, weights = engine.score(problem)
+    if state.watch is not None:
+        state.watch(problem.taken, problem)
+    if problem.plan is not None and not (learned or dropout or state.by_head):
+        keep(problem.taken, functools.partial(_planned, problem.plan))
+    return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(problem.value.dtype)
 
-    scaled, key, value, query = _as_autocast(scaled, key, value, query)
+
+def _scores(call: ForwardCall, mask: Any, query: torch.Tensor) -> bool:
+    """Whether this library scores a call, instead of the attention function that the model had before; `mask` is the
+    mask as it arrived, `query` `(batch, heads, q_len, head_dim)`.
+    """
+    state = call.state
+    if state.scores or call.is_request or holds_groups(mask):
+        return True
+    # if every step rotates the keys of a whole cache, they are rotated and scored a few at a time
+    return state.scheme.length_dependent and query.shape[2] == 1 and state.config._attn_implementation == "sdpa"
+
+
+def _read(
+    call: ForwardCall, mask: torch.Tensor | None, q_length: int, kv_length: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Read the mask of a call: return a materialised mask and segment ids as `read_mask` does. If the scheme depends on
+    the length of the text, note in the call which keys are tokens, and the documents of a row that is whole.
+    """
+    scheme, shared, positions = call.state.scheme, call.forward.shared, call.position_ids
+    sizes = q_length, kv_length, call.start, call.state.config._attn_implementation
+    materialised, groups = shared(read_mask)(mask, positions, *sizes)
+    if scheme.length_dependent:
+        call.tokens = shared(keys_seen)(materialised, groups)
+        if scheme.by_document and call.query_start is None and q_length == kv_length > 1:
+            call.documents = shared(documents_of)(materialised, groups, positions)
+    return materialised, groups
+
+
+def _delegate(
+    module: nn.Module, call: ForwardCall, turner: Turner, scaling: float, dropout: float
+) -> Callable[..., Scored]:
+    """The attention function that a module had before, behind the rotations of this call; see `_delegated`."""
+    implementation = call.state.config._attn_implementation
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if implementation == "eager" and eager is None:
+        raise UnsupportedModel(f"{type(module).__module__} has no eager_attention_forward")
+    previous = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    if call.state.watch is not None:
+        call.state.watch(implementation, None)
+    return functools.partial(_delegated, previous, turner, scaling, dropout)
+
+
+def _problem(
+    call: ForwardCall,
+    projected: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    learned: Weights,
+    seen: tuple[torch.Tensor | None, torch.Tensor | None],
+    scaling: float,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Problem:
+    """Describe a call to the executors: `projected` are the queries before their scale, each `(batch, heads, q_len,
+    head_dim)`, and `seen` are the materialised mask and the segment ids.
+    """
+    query, key, value, projected = _as_autocast(query, key, value, projected)
     turner = call.turner(key.shape[2], learned)
-    mode: AttentionMode = "oracle" if implementation in ("eager", "paged|eager") else state.attention
-    problem = Problem(
+    is_eager = call.state.config._attn_implementation in ("eager", "paged|eager")
+    mode: AttentionMode = "oracle" if is_eager else call.state.attention
+    mask, groups = seen
+    return Problem(
         branches=(),
         value=value,
         query_positions=call.position_ids,
@@ -135,18 +185,12 @@ def late_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
         mode=mode,
-        query=scaled,
+        query=query,
         key=key,
         turner=turner,
         decay=call.decay(learned),
-        **_terms(call, query, scaled, key, learned, mask, groups),
+        **_terms(call, projected, query, key, learned, mask, groups),
     )
-    output, weights = engine.score(problem)
-    if state.watch is not None:
-        state.watch(problem.taken, problem)
-    if problem.plan is not None and not (learned or dropout or state.by_head):
-        keep(problem.taken, functools.partial(_planned, problem.plan))
-    return output.transpose(1, 2).contiguous(), None if weights is None else weights.to(scaled.dtype)
 
 
 def _delegated(
