@@ -383,8 +383,9 @@ def check(options: Options, trained: int) -> None:
     Raises:
         EvaluationError: an option is wrong; the message names it, its value and what is allowed.
     """
-    if options.target <= trained:
-        raise EvaluationError(f"target={options.target} is not allowed; it has to be beyond L = {trained} tokens")
+    from rope_patch.evaluation.scheme_specs import check_beyond
+
+    check_beyond(options.target, trained)
     if options.by == "layer" and options.candidates_per_forward > 1:
         raise EvaluationError(
             f"candidates_per_forward={options.candidates_per_forward} is not allowed with by=layer, where a forward "

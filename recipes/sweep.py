@@ -255,10 +255,9 @@ class Candidate:
 
 def lengths_up_to(target: int, trained: int) -> list[int]:
     """L, its doublings below the target, and the target, in tokens."""
-    from rope_patch.errors import EvaluationError
+    from rope_patch.evaluation.scheme_specs import check_beyond
 
-    if target <= trained:
-        raise EvaluationError(f"target={target} is not allowed; it has to be beyond L = {trained} tokens")
+    check_beyond(target, trained)
     lengths = [trained]
     while 2 * lengths[-1] < target:
         lengths.append(2 * lengths[-1])

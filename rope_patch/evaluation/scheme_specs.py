@@ -16,7 +16,7 @@ from rope_patch.mounting.plan import Plan, plan_mounts
 from rope_patch.mounting.scheme_warnings import changes_nothing
 from rope_patch.schemes import Checkpoint, Scheme, get_scheme, list_schemes, scheme_class
 from rope_patch.schemes.reach import shortened
-from rope_patch.schemes.target import reached, resolved
+from rope_patch.schemes.target import is_multiple, reached, resolved
 
 PLAIN, WINDOW = "plain", "window"  # the plain checkpoint, and its attention cut at the training length
 TRUNCATED, NEAR = "cut", "near"  # the plain checkpoint on truncated text, and with what `repeat` repeats inside L
@@ -105,6 +105,17 @@ def check_lengths(lengths: Sequence[int]) -> None:
     for shorter, longer in pairwise(lengths):
         if shorter >= longer:
             raise EvaluationError(f"{shown}: they must ascend, but {longer} follows {shorter}")
+
+
+def check_beyond(target: int, trained: int) -> None:
+    """Check that a target in tokens is beyond the training length.
+
+    Raises:
+        EvaluationError: it is not.
+    """
+    if target <= trained:
+        multiple = f"; for {target} times L, write {target}x" if is_multiple(target, trained) else ""
+        raise EvaluationError(f"target={target} is not allowed; it has to be beyond L = {trained} tokens{multiple}")
 
 
 @dataclass(frozen=True)

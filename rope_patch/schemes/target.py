@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Reaching(Combined):
 
     def reach(self, checkpoint: Checkpoint) -> Scheme:
         given = {name: getattr(self.placeholder, name) for name in self.given}
-        if isinstance(self.target, int) and self.target < _FEW and self.target * _MANY <= checkpoint.max_length:
+        if isinstance(self.target, int) and is_multiple(self.target, checkpoint.max_length):
             raise InvalidField(
                 f"{self.placeholder.name}: target={self.target} is a length in tokens; for {self.target} times the "
                 f"length that the model reads today, write target='{self.target}x'"
@@ -69,6 +70,11 @@ class Reaching(Combined):
     def fields(self) -> dict[str, Any]:
         plain = self.placeholder.fields()
         return {"target": self.target, **{name: plain[name] for name in self.given}}
+
+
+def is_multiple(tokens: int, trained: float = math.inf) -> bool:
+    """Whether a length in tokens is so short, also beside the `trained` length, that a multiple of it is meant."""
+    return 1 <= tokens < _FEW and tokens * _MANY <= trained
 
 
 def takes_target(kind: type[Scheme]) -> bool:

@@ -125,7 +125,7 @@ WRONG = {
     "factor=0.5 is not allowed": {"scheme": "pi:factor=0.5"},
     "both own the slot 'frequencies'": {"scheme": "pi:factor=2+yarn:factor=2"},
     "lengths 32, 16: they must ascend": {"lengths": "32,16"},
-    "more than the shortest length of 4": {"lengths": "4,16"},
+    "a longer shortest length; for 4 times L, write 4x": {"lengths": "4,16"},
     "the longest of 3 has 80": {"lengths": "16,128"},
     "documents=0 is not allowed": {"documents": 0},
     "protocol 'first'": {"protocol": "first"},

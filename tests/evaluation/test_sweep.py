@@ -149,6 +149,13 @@ def test_a_target_within_the_training_length_is_refused(target):
         recipe.lengths_up_to(target, 256)
 
 
+@pytest.mark.parametrize(("target", "meant"), [(2, "2x"), (8, "8x"), (0, ""), (10, ""), (200, "")])
+def test_a_target_of_a_few_tokens_is_meant_in_multiples(target, meant):
+    with pytest.raises(EvaluationError) as refused:
+        recipe.lengths_up_to(target, 256)
+    assert str(refused.value).partition("tokens")[2] == (f"; for {target} times L, write {meant}" if meant else "")
+
+
 def test_the_first_round_is_one_best_guess_for_each_scheme():
     assert candidates(1, [RERE, YARN], {}) == [Candidate(*RERE, 1 / 2), Candidate(*YARN, 1)]
 

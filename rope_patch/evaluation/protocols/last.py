@@ -17,6 +17,7 @@ from rope_patch.evaluation.protocols.protocol import Context, Protocol, Settings
 from rope_patch.evaluation.scheme_specs import PLAIN, WINDOW
 from rope_patch.evaluation.tasks.task import Cell
 from rope_patch.models.head import find_language_model
+from rope_patch.schemes.target import is_multiple
 
 DEFAULT_TARGETS = 4096  # T, or the training length if that is lower
 
@@ -58,10 +59,11 @@ def check_targets(targets: int, lengths: Sequence[int]) -> None:
     Raises:
         EvaluationError: there are more targets.
     """
-    if targets > lengths[0]:
+    if targets > (shortest := lengths[0]):
+        multiple = f"; for {shortest} times L, write {shortest}x" if is_multiple(shortest) else ""
         raise EvaluationError(
-            f"targets={targets} is more than the shortest length of {lengths[0]} tokens: every length must score the "
-            f"same targets, so use at most {lengths[0]} targets or a longer shortest length"
+            f"targets={targets} is more than the shortest length of {shortest} tokens: every length must score the "
+            f"same targets, so use at most {shortest} targets or a longer shortest length{multiple}"
         )
 
 
