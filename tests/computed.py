@@ -38,19 +38,22 @@ def texts(vocabulary: int, length: int, rows: int = 1) -> torch.Tensor:
 
 
 def decoder(model: nn.Module) -> Cell:
-    """A model that continues texts. Rows of a batch have pads on the left, where `padded` is said."""
+    """A model that continues texts. Rows of a batch have pads on the left, where `padded` is said, and their positions
+    count tokens, as in `generate`.
+    """
     ids = texts(families.VOCABULARY, LENGTH, rows=2)
     mask = (torch.arange(LENGTH) >= torch.tensor([[5], [0]])).long()
+    padded = {"attention_mask": mask, "position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0), "use_cache": False}
     long = texts(families.VOCABULARY, LONG)
     cell: Cell = {}
     with torch.no_grad():
         cell["logits"] = model(ids, use_cache=False).logits
-        cell["padded logits"] = model(ids, mask, use_cache=False).logits[mask.bool()]
+        cell["padded logits"] = model(ids, **padded).logits[mask.bool()]
         cell["decoded logits"] = _decoded(model, ids)
         cell["long logits"] = _decoded(model, long)
         cell["tokens"] = _generated(model, ids.where(mask.bool(), 0), attention_mask=mask)
         cell["static tokens"] = _generated(model, ids[:1], 3, cache_implementation="static")
-    return cell | _gradients(model, lambda: model(ids, mask, labels=ids.where(mask.bool(), -100), use_cache=False).loss)
+    return cell | _gradients(model, lambda: model(ids, labels=ids.where(mask.bool(), -100), **padded).loss)
 
 
 def sequence_to_sequence(model: nn.Module) -> Cell:
@@ -91,7 +94,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cell]]]
 
 
 def computed(family: str, spec: str, dtype: torch.dtype) -> Cell:
-    """What a family computes under a scheme; the error where it is refused."""
+    """What a family computes under a scheme; the class of the error where it is refused, as texts change."""
     build, compute = FAMILIES[family]
     model = copy.deepcopy(build()).to(dtype)
     try:
@@ -99,7 +102,7 @@ def computed(family: str, spec: str, dtype: torch.dtype) -> Cell:
         _learn(model)
         return compute(model)
     except rope_patch.RopePatchError as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
+        return {"refused": type(error).__name__}
 
 
 def _learn(model: nn.Module) -> None:
