@@ -6,7 +6,6 @@ A late mount needs the positions to rotate keys when they are scored. A cache th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -56,14 +55,10 @@ class CachedKeys(torch.Tensor):
         positions: integer, `(batch or 1, slots)`, or `(batch, kv_heads, slots)` if heads keep different keys.
         bare: the keys without positions, in the same memory, as a compiled graph takes them: none of its operators
             runs on a subclass. A static cache has marked that this tensor keeps its address.
-        writer: the tag of the scheme that wrote the keys, if the model without it keeps other keys; else empty.
-        awaited: whether that scheme is about to add keys without positions, to which it gives them afterwards.
     """
 
     positions: torch.Tensor
     bare: torch.Tensor
-    writer: str = ""
-    awaited: bool = False
 
     @classmethod
     def of(cls, keys: torch.Tensor, positions: torch.Tensor) -> CachedKeys:
@@ -77,28 +72,20 @@ class CachedKeys(torch.Tensor):
         kwargs = kwargs or {}
         if traced():  # in a graph keys are only added to, see `remember`
             return func(*_bare(args), **{name: _bare((value,))[0] for name, value in kwargs.items()})
-        if func in _ADDING:
-            _check_added(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if func not in _MOVES_POSITIONS or not isinstance(result, torch.Tensor) or isinstance(result, cls):
             return result
         with torch._C.DisableTorchFunctionSubclass():
             positions = _moved_positions(func, args, kwargs, result)
-        if positions is None:
-            return result
-        moved, source = cls.of(result, positions), next(_keys_among((*args, *kwargs.values())))
-        moved.writer, moved.awaited = source.writer, source.awaited
-        return moved
+        return result if positions is None else cls.of(result, positions)
 
     def plain(self) -> torch.Tensor:
         """View the keys as a plain tensor, in the same memory."""
         return self.bare
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedKeys:
-        copied = type(self).of(copy.deepcopy(self.plain(), memo), copy.deepcopy(self.positions, memo))
-        copied.writer = self.writer
-        return copied
+        return type(self).of(copy.deepcopy(self.plain(), memo), copy.deepcopy(self.positions, memo))
 
 
 def _bare(args: Any) -> list[Any]:
@@ -109,33 +96,6 @@ def _bare(args: Any) -> list[Any]:
     ]
 
 
-def _keys_among(args: Any) -> Iterator[CachedKeys]:
-    """The keys with positions in the arguments of an operator, also within lists."""
-    for arg in args:
-        if isinstance(arg, CachedKeys):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from _keys_among(arg)
-
-
-def _check_added(args: Any, kwargs: Any) -> None:
-    """Refuse to add keys without positions to the keys of a scheme that is not there to give them any.
-
-    Raises:
-        UnsupportedPositions: a model without the scheme, or your own code, adds the keys.
-    """
-    joined_keys = args[0] if args and isinstance(args[0], (list, tuple)) else kwargs.get("tensors")
-    if joined_keys is not None and all(isinstance(keys, CachedKeys) for keys in joined_keys):
-        return
-    for keys in _keys_among((*args, *kwargs.values())):
-        if keys.writer and not keys.awaited:
-            raise UnsupportedPositions(
-                f"these cached keys were written under {keys.writer}: a model without it would misread them. Fill a "
-                "new cache after unpatch; or, to add keys of your own, give them positions with "
-                "rope_patch.CachedKeys.of(keys, positions)"
-            )
-
-
 def _names(*names: str) -> set[Any]:
     found = (getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor))
     return {function for function in found if callable(function)}  # `torch.cpu` and `torch.cuda` are modules
@@ -143,7 +103,6 @@ def _names(*names: str) -> set[Any]:
 
 _GATHERING = _names("gather", "take_along_dim")
 _JOINING = _names("cat")
-_ADDING = _JOINING | _names("index_copy_")
 _COPYING = _names("to", "cpu", "cuda", "contiguous", "clone", "detach")
 _MOVES_POSITIONS = (
     _GATHERING | _JOINING | _COPYING | _names("__getitem__", "index_select", "narrow", "repeat_interleave", "flip")
@@ -255,21 +214,13 @@ def known_positions(
     return key_positions(position_ids, start + position_ids.shape[-1], start)
 
 
-def expect(cache: Cache, index: int) -> None:
-    """Announce that a scheme adds keys to a layer's cache, to which `remember` gives positions."""
-    keys = cast(Any, cache).layers[index].keys
-    if isinstance(keys, CachedKeys):
-        keys.awaited = True
-
-
-def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool, writer: str = "") -> None:
+def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool) -> None:
     """Store positions on the keys of a layer after its cache was updated.
 
     Args:
         positions: positions of the earlier keys, from `positions_in`, and of the new keys, `(batch or 1, slots)` or
             `(batch, kv_heads, slots)`.
         in_order: whether the next token of every row is expected one position after the last slot.
-        writer: see `CachedKeys`.
     """
     layer = cast(Any, cache).layers[index]
     held = layer.keys.shape[-2]
@@ -278,7 +229,6 @@ def remember(cache: Cache, index: int, positions: torch.Tensor, in_order: bool, 
         layer.keys.positions = positions
     else:
         layer.keys = CachedKeys.of(layer.keys, positions)
-    layer.keys.writer, layer.keys.awaited = writer, False
     if layer.is_compileable:
         setattr(layer, _WHEN_READ, (int(cache.get_query_offset(index)), in_order))
 

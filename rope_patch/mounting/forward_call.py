@@ -18,7 +18,7 @@ from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.turner import Turner
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.graphs import require
-from rope_patch.models.cached_keys import expect, is_static, positions_in, positions_in_graph, remember
+from rope_patch.models.cached_keys import is_static, positions_in, positions_in_graph, remember
 from rope_patch.models.paged import Request
 from rope_patch.mounting.layer_state import FrequencySource, LayerState
 from rope_patch.schemes.slots import ALL_PAIRS
@@ -228,8 +228,6 @@ class ForwardCall:
         is_first = isinstance(self.start, int) and self.start == 0
         if not state.follows_positions or (is_first and not is_static(cache, index)):
             return
-        if not self.forward.traced:
-            expect(cache, index)
         if isinstance(mask, torch.Tensor):  # else the module chooses its own mask; all keys count as visible
             sizes = q_length, self.kv_length, self.start, state.config._attn_implementation
             self.seen = self.forward.shared(_keys_seen)(mask, self.position_ids, *sizes)
@@ -270,7 +268,7 @@ class ForwardCall:
             setattr(positions, _SLOTS, True)
         if static:
             in_order = self.forward.shared(_ends_in_order)(positions, self.seen)
-        remember(self.cache, self.state.layer.cache_index, positions, in_order, self.state.writer)
+        remember(self.cache, self.state.layer.cache_index, positions, in_order)
 
 
 def _lengths(

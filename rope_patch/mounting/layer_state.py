@@ -22,7 +22,7 @@ from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.running_stack import is_linked, stack_of
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Region
-from rope_patch.schemes.tools.positions import UNROTATED, Identity, pairs_of
+from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
 from rope_patch.typing import NO_WEIGHTS, Frequencies, Lengths, PositionMap, RotarySpec, Weights
 
 Rotation = Literal["module", "own", "late", "anchored"]
@@ -163,12 +163,6 @@ class LayerState:
         self.by_head = self.scheme.by_head
         self.scores = bool(slots & {"segments", "bias", "values"}) or self.decays or self.attention != "auto"
         self.scores |= self.by_head
-
-    @property
-    def writer(self) -> str:
-        """The tag of the keys that it caches, if the model without the scheme caches other keys; else empty."""
-        alike = self.kept == OWN_ROTATION or (self.anchor == Identity() and self.frequencies == "model")
-        return "" if alike else self.cache_tag
 
     def regions_at(self, length: int, looks_ahead: bool) -> tuple[Region, ...]:
         """The regions of texts of `length` tokens; only the regions that a causal call can see, unless it

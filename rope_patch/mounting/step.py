@@ -101,7 +101,6 @@ class Step:
         if self.positions is not None:
             layer = cast(Any, call.cache).layers[call.state.layer.cache_index]
             layer.keys = CachedKeys.of(layer.keys, self.positions)
-            layer.keys.writer = call.state.writer
         if call.state.watch is not None:
             call.state.watch(self.taken, None)
         return scored

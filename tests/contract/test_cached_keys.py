@@ -297,31 +297,6 @@ def test_a_cache_of_another_scheme_or_of_keys_kept_otherwise_is_refused(llama, f
         step(llama, IDS[:, START:], cache)
 
 
-@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-@pytest.mark.parametrize(
-    "spec", ["rerope:window=6", "self_extend:group_size=4,window=7", "ms_poe", "rerope:window=6+alibi"]
-)
-def test_a_cache_of_a_scheme_is_refused_without_it(llama, spec, kind):
-    cache = kind(config=llama.config, max_cache_len=40) if kind is StaticCache else kind(config=llama.config)
-    with patch(llama, spec):
-        for start, stop in ((0, START), (START, START + 1), (START + 1, START + 2)):
-            step(llama, IDS[:, start:stop], cache)
-    tried = copy.deepcopy(cache)  # a static cache counts the tokens before it writes them
-    with pytest.raises(UnsupportedPositions, match=r"written under .*: a model without it would misread them"):
-        step(llama, IDS[:, START + 2 :], tried)
-    with patch(llama, spec):
-        step(llama, IDS[:, START + 2 : START + 3], cache)
-        expected = logits(llama, IDS[:, : START + 4])[:, -1:]
-        assert_close(step(llama, IDS[:, START + 3 : START + 4], cache), expected)
-
-
-@pytest.mark.parametrize("spec", ["logn:training_length=8", "window:window=200"])
-def test_a_cache_of_the_models_own_keys_goes_on_without_the_scheme(llama, spec):
-    with patch(llama, spec):
-        cache = begun(llama)
-    step(llama, IDS[:, START:], cache)
-
-
 def test_the_native_scheme_reads_on_in_a_cache_from_before_the_patch(llama):
     expected, cache = logits(llama, IDS)[:, START:], begun(llama)
     with patch(llama, native_scheme(llama)):
