@@ -259,6 +259,17 @@ def test_keys_that_lost_their_positions_are_refused_and_can_be_given_new_ones(ll
         assert_close(go_on(llama, cache, torch.arange(START, STOP)[None]), expected)
 
 
+@pytest.mark.parametrize("spec", ["rerope:window=6", "dca:chunk_size=9,local_window=2", "alibi"])
+def test_keys_that_you_add_to_a_cache_yourself_take_positions_from_you(llama, spec):
+    with patch(llama, spec):
+        cache, whole = begun(llama), DynamicCache(config=llama.config)
+        expected = step(llama, IDS, whole)[:, 16:]
+        for index, layer in enumerate(whole.layers):
+            keys, _ = cache.update(*(states[:, :, START:16] for states in (layer.keys, layer.values)), index)
+            cache.layers[index].keys = CachedKeys.of(keys, torch.arange(16)[None])
+        assert_close(step(llama, IDS[:, 16:], cache), expected)
+
+
 def test_keys_of_other_rows_than_their_positions_are_refused(llama):
     with patch(llama, "rerope", window=6):
         cache = DynamicCache(config=llama.config)
