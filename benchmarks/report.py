@@ -1,6 +1,6 @@
 """The rows of a result file: a table for the terminal, and a headline, a chart and a table for the documents.
 
-python -m benchmarks.report [benchmarks/results/cpu.json] [--page docs/benchmarks.md] [--picture docs/images/growth.png]
+python -m benchmarks.report [benchmarks/results/cpu.json] [--page docs/benchmarks.md] [--picture FILE.png]
 """
 
 from __future__ import annotations

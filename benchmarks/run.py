@@ -25,9 +25,8 @@ from benchmarks.measure import Patience, in_turn, matmul_tflops, peak_bytes
 from benchmarks.results import Point, ResultFile, Row, describe_error
 from rope_patch.evaluation.row import provenance
 
-PICTURES = {"cpu": Path("docs/images/growth.png"), "cuda": Path("docs/images/growth-cuda.png")}
-QUICK = Path("runs/benchmarks")
-"""Where a quick run goes, whose numbers mean nothing: never among the measured ones."""
+ASIDE = Path("runs/benchmarks")
+"""Where the picture of the curve goes, which no page shows, and a quick run, whose numbers mean nothing."""
 
 
 def measured(comparison: Comparison | Figure, patience: Patience) -> Row:
@@ -145,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=Patience.seconds, help="how long to repeat a row (default %(default)s)"
     )
     parser.add_argument("--out", type=Path, help=f"folder of the results (default {report.RESULTS.name}/ beside this)")
-    parser.add_argument("--picture", type=Path, help=f"of the curve over lengths (default {PICTURES['cpu']})")
+    parser.add_argument("--picture", type=Path, help=f"of the curve over lengths (default below {ASIDE})")
     options = parser.parse_args(arguments)
     if reason := machine.missing(options.device):
         print(reason, file=sys.stderr)
@@ -155,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(dict.fromkeys(job.name.split("/")[0] for job in rows(options.catalogue or options.device)))
         print(f"nothing is named {' or '.join(options.only)}; there are {known}, growth", file=sys.stderr)
         return 2
-    path = (options.out or (QUICK if options.quick else report.RESULTS)) / f"{options.device}.json"
+    path = (options.out or (ASIDE if options.quick else report.RESULTS)) / f"{options.device}.json"
     facts = machine.facts(options.device)
     results = ResultFile.continued(path, facts) if options.resume or options.only else ResultFile(path, facts)
     if options.resume:
@@ -170,7 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         print("at sizes this small, and once each, the numbers mean nothing")
     if results.points:
-        picture = options.picture or (path.with_suffix(".png") if options.quick else PICTURES[options.device])
+        picture = options.picture or (
+            path.with_suffix(".png") if options.quick else ASIDE / f"growth-{options.device}.png"
+        )
         if importlib.util.find_spec("matplotlib") is None:
             print(f"{path}; without matplotlib there is no picture")
         else:
