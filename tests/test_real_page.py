@@ -16,8 +16,9 @@ def test_the_page_has_the_table_of_the_far_tokens(path: Path) -> None:
     assert by_text(path) in PAGE
 
 
-def test_the_page_has_the_table_of_short_texts() -> None:
-    assert table(*SHORT) in PAGE
+@pytest.mark.parametrize(("name", "stem"), SHORT)
+def test_the_page_has_the_table_of_short_texts(name: str, stem: str) -> None:
+    assert table(name, stem) in PAGE
 
 
 def test_the_page_has_the_table_of_the_fine_tuning() -> None:

@@ -14,7 +14,8 @@ from rope_patch.evaluation.standard_errors import loss_error, paired_difference,
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = sorted(path.parent.name for path in DOCS.glob("results/real/*/perplexity.jsonl"))
-SHORT = "qwen2.5-coder-1.5b", "short"
+SHORT = [("qwen2.5-coder-1.5b", stem) for stem in ("short", "short_prose")]
+"""The checkpoint and the files of rows within L: of code, and of prose."""
 LAYOUTS = {
     "fetched": "none: as fetched",
     "randomized": "`randomized`, 2,048 tokens",
@@ -124,7 +125,8 @@ def _minus(difference: float, error: float | None) -> str:
 if __name__ == "__main__":
     for name in NAMES:
         print(f"## {name}\n\n{table(name)}")
-    print(f"## {SHORT[0]}, {SHORT[1]}\n\n{table(*SHORT)}")
+    for name, stem in SHORT:
+        print(f"## {name}, {stem}\n\n{table(name, stem)}")
     print(f"## layouts\n\n{layouts(DOCS / 'results/real/smollm2-135m/layouts')}")
     for path in FAR:
         print(f"## {path.parent.name}, {path.stem}\n\n{by_text(path)}")
