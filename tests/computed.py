@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cell]]]
 
 
 def computed(family: str, spec: str, dtype: torch.dtype) -> Cell:
-    """What a family computes under a scheme; the class of the error where it is refused, as texts change."""
+    """Compute the cell of a family under a scheme. A refusal is the class of its error alone, because texts change."""
     build, compute = FAMILIES[family]
     model = copy.deepcopy(build()).to(dtype)
     try:

@@ -382,13 +382,13 @@ def test_the_entry_of_a_patched_model(model):
                 export_rope_parameters(first, scheme)
 
 
-@pytest.mark.parametrize("share", ["L/2", "L", "2x", "0.5x", 0.5])
-def test_a_window_as_a_share_of_the_training_length_names_the_target(share, model):
-    for asked, fields in (("rerope", {"window": share}), (f"rerope:window={share}", {}), ("window", {"window": share})):
-        with pytest.raises(InvalidField, match="it counts tokens, as window=512 does, and target='auto' in its place"):
-            patch(model, asked, **fields)
-    with patch(model, "rerope", target="auto"):
-        assert current_scheme(model) == ReRoPE(L // 2)
+@pytest.mark.parametrize("share", ["L", "L/2"])
+@pytest.mark.parametrize(
+    ("asked", "fields"), [("rerope", {}), ("window", {}), ("string", {"shift": 9}), ("self_extend", {"group_size": 2})]
+)
+def test_a_window_as_a_share_of_the_training_length_asks_for_the_number(asked, fields, share, model):
+    with pytest.raises(InvalidField, match=f"window='{share}' is not allowed; .*shows L: write the number$"):
+        patch(model, asked, window=share, **fields)
 
 
 @pytest.mark.parametrize("function", [describe, current_scheme, unpatch, patch])

@@ -44,22 +44,13 @@ class Rule:
 
     def refusal(self, field: str, value: Any, noun: str, scheme: Any) -> str:
         """The error message for a value, without the name of the scheme, which goes in front."""
-        instead = (_in_lengths(value) if field == "window" else "") or _meant(value, noun)
-        return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}{instead}"
-
-
-def _in_lengths(value: Any) -> str:
-    """What to write instead of a window as a share of the training length, such as `"L/2"`, `"2x"` or `0.5`."""
-    is_share = re.search(r"[Lx]", value) if isinstance(value, str) else isinstance(value, float) and 0 < value < 1
-    return (
-        "; it counts tokens, as window=512 does, and target='auto' in its place sets it from the model"
-        if is_share
-        else ""
-    )
+        return f"{field}={value!r} is not allowed; {field} must be {self.allowed(noun, scheme)}{_meant(value, noun)}"
 
 
 def _meant(value: Any, noun: str) -> str:
-    """The number to write instead of a value of another type, such as `128.0` for an integer, `"4"` or `"4x"`."""
+    """Advise what to write instead of a value of another type: `128.0` for an integer, `"4"`, `"4x"` or `"L/2"`."""
+    if isinstance(value, str) and re.fullmatch(r"L(/\d+)?", value) and noun:
+        return "; describe(model) shows L: write the number"
     if isinstance(value, str) and (number := re.fullmatch(r"(\d+(?:\.\d+)?)x?", value)) and noun:
         return f"; write {number[1]}"
     return f"; write {value:.0f}" if isinstance(value, float) and value.is_integer() and noun == _WORDS[int] else ""
