@@ -13,8 +13,9 @@ import torch
 
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.pieces import Piece
-from rope_patch.attention.problem import NOT_PRODUCTS, Problem, TokenPlan
+from rope_patch.attention.problem import Problem, TokenPlan
 from rope_patch.attention.rotation import EVERY
+from rope_patch.attention.table import Needs
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.turner import Turner
 from rope_patch.attention.visibility import Visibility
@@ -23,31 +24,16 @@ from rope_patch.schemes.slots import Region
 QUERIES = 32  # up to this many are scored like one, at any cache length; tiles are for more
 SMALL = 2**18  # or up to this many pairs per row: one dense block is then faster than many tiles
 
-LENGTH_UNKNOWN = "the graph of a compiled model does not know the length of the cache"
-"""The reason of executors that plan by the number of keys."""
-
-
-def objection(problem: Problem) -> str:
-    """The reason why a call is not scored behind the keys of a cache without rotating it, or an empty string."""
-    if problem.turner is None:
-        return "its states are rotated already"
-    if problem.scattered:
-        return "keys of the cache have gaps between their positions"
-    if not problem.fits_kernels:
-        return NOT_PRODUCTS
-    if problem.mask is not None and problem.mask.dtype != torch.bool:
-        return "the mask is added to the scores"
-    return "gradients are wanted" if problem.differentiable else ""
+NEEDS = Needs(
+    behind_cache=True, is_rotated=False, fits_kernels=True, scattered=False, mask_is_added=False, differentiable=False
+)
+"""The calls that are scored behind the keys of a cache, without rotating all states first."""
 
 
 def is_block(problem: Problem, forward: Forward) -> bool:
-    """Whether several queries at consecutive positions follow keys of a cache."""
-    if not problem.causal:
-        return False
+    """Whether several queries are few and at consecutive positions."""
     few = problem.q_length <= QUERIES or problem.pairs <= SMALL
-    if not few or problem.q_length >= problem.kv_length:
-        return False
-    return forward.shared(_are_consecutive)(problem.query_positions)
+    return few and forward.shared(_are_consecutive)(problem.query_positions)
 
 
 def _are_consecutive(positions: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ from torch.nn.attention import current_flash_attention_impl
 
 from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows, FlashWithoutWindows
 from rope_patch.attention.pieces import Tile
-from rope_patch.attention.tile_kernels import HALF, Dense, FlashCPU, FlashCUDA, Kernel, Merged, Work
+from rope_patch.attention.terms import HALF
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, FlashCUDA, Kernel, Merged, Work
 from rope_patch.attention.trials import Comparisons, Trial
 
 

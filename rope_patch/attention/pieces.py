@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,21 +91,28 @@ class Piece:
 
 
 def few_queries(
-    regions: Sequence[Region], rows: slice, queries: int, slot: int, position: int, most: Callable[[int], float]
+    regions: Sequence[Region],
+    rows: slice,
+    queries: int,
+    slot: int,
+    position: int,
+    most: Sequence[float] | None = None,
 ) -> Iterator[Piece]:
     """One piece for each region, oldest slots first: all of a few consecutive `queries` against every key that one of
-    them sees there. `most` gives the largest number of keys in a piece, by the index of its region.
+    them sees there.
 
     Args:
         regions: of the call.
         rows: of the batch, whose regions begin at the same slots.
         queries: how many; the first is in this `slot`, at this `position`.
+        most: the largest number of keys in a piece of each region; None for any number.
     """
     last = queries - 1
     for number, region in sorted(enumerate(regions), key=lambda numbered: -numbered[1].start):
         seen = region.slots(slot, position)
         newest = region.slots(slot + last, position + last).stop if last else seen.stop
-        step = int(min(max(1, newest - seen.start), most(number)))
+        width = max(1, newest - seen.start)
+        step = width if most is None else int(min(width, most[number]))
         for start in range(seen.start, newest, step):
             stop = min(start + step, newest)
             tile = Tile(0, queries, 0, stop - start, distance=slot - start)

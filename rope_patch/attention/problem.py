@@ -14,7 +14,7 @@ from rope_patch.attention import decay, rotation_kernel
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, spans_between
-from rope_patch.attention.terms import Content, DistanceBias
+from rope_patch.attention.terms import HALF, Content, DistanceBias
 from rope_patch.attention.turner import Fused, Turner
 from rope_patch.attention.visibility import Visibility
 from rope_patch.errors import UnsupportedPositions
@@ -47,10 +47,6 @@ class TokenPlan(Protocol):
         """The output `(batch, heads, q_len, value_dim)` for the states of one layer: queries `(batch, heads, q_len,
         head_dim)`, keys and values `(batch, kv_heads, kv_len, dim)`, unrotated as they arrived.
         """
-
-
-NOT_PRODUCTS = "scores are more than products and a bias by distance: a softcap, sinks, dropout, or a term by content"
-"""The reason that executors give which compute only products and biases."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +155,41 @@ class Problem:
         return self.q_length * self.kv_length
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the values are on a CUDA device."""
+        return self.value.is_cuda
+
+    @property
+    def half(self) -> bool:
+        """Whether the values are in bfloat16 or float16."""
+        return self.value.dtype in HALF
+
+    @property
+    def one_query(self) -> bool:
+        """Whether each row has one query."""
+        return self.q_length == 1
+
+    @property
+    def behind_cache(self) -> bool:
+        """Whether the queries follow keys of a cache, without seeing later keys; always true for one query."""
+        return self.q_length == 1 or (self.causal and self.q_length < self.kv_length)
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether queries and keys are rotated for each region already."""
+        return self.turner is None
+
+    @property
+    def decays(self) -> bool:
+        """Whether scores decay with distance by factors on the states."""
+        return self.decay is not None
+
+    @property
+    def mask_is_added(self) -> bool:
+        """Whether the mask is a term of the scores, instead of boolean."""
+        return self.mask is not None and self.mask.dtype != torch.bool
+
+    @property
     def by_head(self) -> bool:
         """Whether heads keep different keys in the cache, as after eviction by some libraries."""
         return self.key_positions.ndim == 3
@@ -176,8 +207,10 @@ class Problem:
     @property
     def differentiable(self) -> bool:
         """Whether a gradient must flow into states, or into the parameters of a rotation or bias."""
-        states = *cast(Turner, self.turner).learned, cast(torch.Tensor, self.query), self.key, self.value
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states)
+        if not torch.is_grad_enabled():
+            return False
+        learned = () if self.turner is None else self.turner.learned
+        return any(x is not None and x.requires_grad for x in (*learned, self.query, self.key, *self.states()))
 
     # --- positions and visibility of pairs ---
 

@@ -1,13 +1,13 @@
 """The order in which executors are asked, and the reason why each of them was not taken.
 
-An executor is one file that computes a `Problem`. Its `supports` returns an empty string, or why it cannot. A row says
-where it stands in the order, and what else has to hold before it is preferred.
+An executor is one file that computes a `Problem`. Its `supports` returns an empty string, or why it cannot: `Needs`
+lists the properties that a problem must have, each with one reason, whichever executor asks. A row says where an
+executor stands in the order, and what else has to hold before it is preferred.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +15,79 @@ from typing import cast, get_args
 
 from rope_patch.attention.problem import AttentionMode, Output, Problem
 from rope_patch.errors import InvalidField, UnsupportedModel, did_you_mean
+
+REASONS: dict[str, tuple[str, str]] = {
+    "compiling": ("the model is not compiled", "a compiler traces the call, so that no value in it is known"),
+    "on_gpu": ("the states are not on a GPU", "the states are on a GPU"),
+    "one_query": ("there are several queries", "there is one query"),
+    "behind_cache": ("the queries do not follow keys of a cache", "the queries follow keys of a cache"),
+    "is_rotated": ("its states are not rotated yet", "its states are rotated already"),
+    "half": ("the states are not in half precision", "the states are in half precision"),
+    "fits_kernels": (
+        "scores are more than products and a bias by distance: a softcap, sinks, dropout, or a term by content",
+        "scores are products, and at most a bias by distance",
+    ),
+    "biased": ("scores have no bias", "scores have a bias"),
+    "decays": ("scores do not decay", "scores decay"),
+    "scattered": (
+        "keys of the cache have no gaps between their positions",
+        "keys of the cache have gaps between their positions",
+    ),
+    "mask_is_added": ("no mask is added to the scores", "the mask is added to the scores"),
+    "by_head": ("heads keep the same keys", "heads keep different keys"),
+    "differentiable": ("no gradient is wanted", "gradients are wanted"),
+}
+"""Why a call is refused that lacks a property of `Problem`, and why one that has it; in the order in which they are
+read.
+"""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The calls that an executor takes: True for a property that a `Problem` must have, False for one that it must not
+    have, None for one that does not matter. An instance is the `supports` of an executor: called with a problem, it
+    returns the reason why the executor cannot compute it, or an empty string.
+
+    Example:
+        >>> supports = Needs(compiling=False, fits_kernels=True)
+        >>> supports(problem)
+        'a compiler traces the call, so that no value in it is known'
+
+    Attributes:
+        compiling, on_gpu, one_query, behind_cache, is_rotated, half, fits_kernels, biased, decays, scattered,
+            mask_is_added, by_head, differentiable: the properties of `Problem` with these names.
+        further: the reason why a call is refused that has all this, or an empty string; asked last.
+    """
+
+    compiling: bool | None = None
+    on_gpu: bool | None = None
+    one_query: bool | None = None
+    behind_cache: bool | None = None
+    is_rotated: bool | None = None
+    half: bool | None = None
+    fits_kernels: bool | None = None
+    biased: bool | None = None
+    decays: bool | None = None
+    scattered: bool | None = None
+    mask_is_added: bool | None = None
+    by_head: bool | None = None
+    differentiable: bool | None = None
+    further: Callable[[Problem], str] = lambda problem: ""
+    _asked: tuple[tuple[str, bool], ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        asked = tuple((name, getattr(self, name)) for name in REASONS if getattr(self, name) is not None)
+        object.__setattr__(self, "_asked", asked)
+
+    def __call__(self, problem: Problem) -> str:
+        """The reason why the executor cannot compute a call, or an empty string."""
+        for name, wanted in self._asked:
+            holds = getattr(problem, name)  # a symbol in a graph, which only a condition reads
+            if wanted and not holds:
+                return REASONS[name][0]
+            if holds and not wanted:
+                return REASONS[name][1]
+        return self.further(problem)
 
 
 @dataclass(frozen=True)
@@ -39,25 +112,23 @@ class Executor:
     kernel: Callable[[Problem], str] = lambda problem: ""
 
 
-def _never(problem: Problem) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Row:
     """A place in the order of executors.
 
     Attributes:
         unless: why another executor is preferred, though this one could compute the problem; only asked under `auto`.
+            None if no other is.
         modes: the words for which the row is asked; `auto` and the executor's own name anyway.
-        pairs: fewest and most pairs of a query and a key in a row and head for which it is preferred.
+        pairs: fewest and most pairs of a query and a key in a row and head for which it is preferred; None
+            for any number.
         by_name: whether it is taken only under its name.
     """
 
     executor: Executor
-    unless: Callable[[Problem], str] = _never
+    unless: Callable[[Problem], str] | None = None
     modes: tuple[str, ...] = ()
-    pairs: tuple[float, float] = (0, math.inf)
+    pairs: tuple[float, float] | None = None
     by_name: bool = False
 
     def serves(self, mode: str) -> bool:
@@ -72,12 +143,15 @@ class Row:
             return self.executor.supports(problem)
         if self.by_name:
             return f"it is only taken by its name: attention={self.executor.name!r}"
-        (fewest, most), pairs = self.pairs, problem.pairs
-        if pairs < fewest:
-            return f"the call is small: {pairs} pairs of tokens, and it is faster from {fewest} on"
-        if pairs > most:
-            return f"the call is large: {pairs} pairs of tokens, all of which it would hold; {most} at most"
-        return self.unless(problem) or self.executor.supports(problem)
+        if self.pairs is not None:
+            (fewest, most), pairs = self.pairs, problem.pairs
+            if pairs < fewest:
+                return f"the call is small: {pairs} pairs of tokens, and it is faster from {fewest} on"
+            if pairs > most:
+                return f"the call is large: {pairs} pairs of tokens, all of which it would hold; {most} at most"
+        if self.unless is not None and (reason := self.unless(problem)):
+            return reason
+        return self.executor.supports(problem)
 
 
 PREFERENCES = ("fused",)

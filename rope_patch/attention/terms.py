@@ -12,6 +12,9 @@ from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Pairs
 from rope_patch.typing import Weights
 
+HALF = (torch.bfloat16, torch.float16)
+"""The dtypes of half precision."""
+
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
     """Upcast half precision to float32; float32 and float64 stay. `x` has any shape."""
@@ -22,7 +25,7 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Multiply x @ y, `(batch, heads, ..., ...)` each, in the dtype of scores; on a GPU half precision is multiplied
     without an upcast copy.
     """
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+    if x.is_cuda and x.dtype in HALF:
         found = torch.bmm(x.flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32)
         return found.unflatten(0, x.shape[:2])
     return upcast(x) @ upcast(y)

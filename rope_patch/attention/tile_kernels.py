@@ -19,7 +19,6 @@ from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.schemes.slots import Region
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

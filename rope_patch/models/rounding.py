@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-HALF = (torch.bfloat16, torch.float16)
+from rope_patch.attention.terms import HALF
 
 
 class Rounding(NamedTuple):

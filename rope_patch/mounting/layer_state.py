@@ -180,9 +180,12 @@ class LayerState:
         """The learned parameters by name, of any shape, of the attention `module` that is called and of its stack;
         under `nn.DataParallel` the module is a replica of the layer's own.
         """
+        learned = self.learned
+        if not (learned.own or learned.shared or learned.table):
+            return {}
         if module is None or not is_linked(module):  # a server calls with a module of its own
             module = self.layer.module
-        return self.learned.read_from(module, stack_of(module, self.layer.name))
+        return learned.read_from(module, stack_of(module, self.layer.name))
 
     def anchor_for(self, keeps_keys: bool) -> PositionMap | None:
         """The rotation that the module should apply before its keys are cached. Without a cache it need not rotate,

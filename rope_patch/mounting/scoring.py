@@ -189,6 +189,7 @@ def _problem(
         key=key,
         turner=turner,
         decay=call.decay(learned),
+        compiling=call.forward.traced,
         **_terms(call, projected, query, key, learned, mask, groups),
     )
 

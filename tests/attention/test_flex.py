@@ -220,7 +220,7 @@ def call(length=30, rows=1, width=16, dtype=torch.float32, turner=True, **given)
 
 
 REFUSED = {
-    "a compiled model": {"compiling": True},
+    "a compiler traces": {"compiling": True},
     "rotated already": {"turner": False},
     "scores decay": {"decay": Decay(half_split(16), torch.ones(8))},
     "term by content": {"content": Content(None, {}, None, None, None)},

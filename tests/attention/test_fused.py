@@ -440,7 +440,6 @@ UNSUPPORTED = {
     "two dtypes": ({}, {"keys": torch.float16}),
     "float64": ({"value": torch.float64}, {"queries": torch.float64, "keys": torch.float64}),
     "wide heads": ({}, {"queries": 272, "keys": 272}),
-    "keys by head": ({"key_positions": torch.arange(45).expand(3, 2, -1)}, {}),
 }
 
 

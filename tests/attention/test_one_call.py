@@ -16,6 +16,7 @@ from rope_patch import patch
 from rope_patch.attention import kernels
 from rope_patch.attention.executors import one_call
 from rope_patch.attention.pieces import few_queries
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.rotation import EVERY
 from tests.attention import problems
 from tests.attention.test_every_executor import TOLERANCES, defined, error_of
@@ -57,7 +58,7 @@ def made(monkeypatch):
         found.append(make(*given, **named))
         return found[-1]
 
-    monkeypatch.setattr(one_call, "_is_on_gpu", lambda states: True)
+    monkeypatch.setattr(Problem, "on_gpu", True)
     monkeypatch.setattr(one_call, "has_flash", lambda like, head_dim: True)
     monkeypatch.setattr(one_call, "_made", noted)
     yield found
@@ -207,4 +208,4 @@ def test_flash_scores_only_widths_that_it_has():
 def test_a_gap_between_slots_is_left_to_other_plans(made):
     assert compared("lm_infinite:local_window=20,n_global=3", "bfloat16", made) == 0
     regions = patch(build("llama"), "lm_infinite:local_window=20,n_global=3").scheme.segments()
-    assert len(list(few_queries(regions, EVERY, 1, 60, 60, lambda number: 2**40))) == 2
+    assert len(list(few_queries(regions, EVERY, 1, 60, 60))) == 2

@@ -85,17 +85,14 @@ CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp)
 
 
 def choosing(source: Source) -> list[Place]:
-    """Functions that choose how a call is computed. They say whether or why not: `supports`, and what a `Row` is given
-    as `unless`. They return what computes it: `kernel_for`. They attend, or return None where another has to. Or they
-    name two functions that attend, one of them under a condition.
+    """Functions that choose how a call is computed. They say whether or why not: `supports`, what `Needs` is given as
+    `further`, and what a `Row` is given as `unless`. They return what computes it: `kernel_for`. They attend, or return
+    None where another has to. Or they name two functions that attend, one of them under a condition.
     """
-    preferring = {
-        last(argument)
-        for tree in source.trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and last(node.func) == "Row"
-        for argument in (*node.args[1:2], *(word.value for word in node.keywords if word.arg == "unless"))
-    }
+    calls = [node for tree in source.trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    words = [word for node in calls for word in node.keywords if word.arg in ("unless", "further")]
+    rows = [node.args[1] for node in calls if last(node.func) == "Row" and len(node.args) > 1]
+    preferring = {last(argument) for argument in (*rows, *(word.value for word in words))}
 
     def ways(node: ast.AST) -> set[str]:
         return {ast.unparse(each) for each in [node, *own(node)] if ATTENDS.fullmatch(last(each))}

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from rope_patch.attention.problem import NOT_PRODUCTS, Output, Problem
-from rope_patch.attention.table import Executor
+from rope_patch.attention.problem import Output, Problem
+from rope_patch.attention.table import Executor, Needs
 
 
-def supports(problem: Problem) -> str:
-    """The reason why `attend` cannot compute a call, or an empty string: it takes one rotation plus a bias, in a dtype
-    that holds the bias.
-    """
+def _objection(problem: Problem) -> str:
+    """The reason why a call with a bias is not one rotation plus a bias by distance, or an empty string."""
     if problem.bias is None or problem.running_bias is not None:
         return "it needs a bias by distance"
-    if not problem.fits_kernels:
-        return NOT_PRODUCTS
-    if problem.value.dtype not in (torch.float32, torch.float64):
-        return f"{problem.value.dtype} would round the bias"
     branches = problem.rotated.branches
     if len(branches) > 1 or branches[0].region is not None:
         return "it needs a single region"
     if branches[0].key.shape[1] != branches[0].query.shape[1]:
         return "heads share keys"
     return ""
+
+
+supports = Needs(fits_kernels=True, biased=True, half=False, further=_objection)
 
 
 def attend(problem: Problem) -> Output:

@@ -7,14 +7,13 @@ from torch.utils.checkpoint import checkpoint
 
 from rope_patch.attention.executors import reference
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, Needs
 
 SCORES_PER_BLOCK = 2**22  # maximum number of scores of one head in a block of queries
 
 
-def supports(problem: Problem) -> str:
-    """Return an empty string: the definition computes every call."""
-    return ""
+supports = Needs()
+"""The definition computes every call."""
 
 
 def attend(problem: Problem) -> Output:

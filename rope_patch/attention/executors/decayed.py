@@ -8,16 +8,15 @@ import torch
 
 from rope_patch.attention import decay, paths
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.table import Executor, choose
+from rope_patch.attention.table import Executor, Needs, choose
 
 
-def supports(problem: Problem) -> str:
-    """The reason why a call is not cut into blocks for its decay, or an empty string if its scores decay over more than
-    one block of queries.
-    """
-    if problem.decay is None:
-        return "scores do not decay"
+def _objection(problem: Problem) -> str:
+    """The reason why a call whose scores decay is not cut into blocks, or an empty string if it has several."""
     return "the queries are one block, and the decay is in its states" if problem.rotated.decay is None else ""
+
+
+supports = Needs(decays=True, further=_objection)
 
 
 def attend(problem: Problem) -> Output:

@@ -18,7 +18,7 @@ from rope_patch.attention.executors import reference
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.merging import compiles
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.attention.turner import Turner
@@ -63,20 +63,12 @@ def attend(problem: Problem) -> Output:
     return _merged(outputs, sums, call.sinks), None
 
 
-def supports(problem: Problem) -> str:
+def _objection(problem: Problem) -> str:
     """The reason why FlexAttention cannot compute a call, or an empty string if it can and equalled the definition when
     it was tried.
     """
-    if problem.compiling:
-        return "a compiled model calls one operator"
-    if problem.turner is None:
-        return "its states are rotated already"
-    if problem.decay is not None:
-        return "scores decay"
     if problem.content is not None or problem.dropout != 0.0:
         return "scores have a term by content, or dropout"
-    if problem.mask is not None and problem.mask.dtype != torch.bool:
-        return "the mask is added to the scores"
     query, key, value = cast(torch.Tensor, problem.query), cast(torch.Tensor, problem.key), problem.value
     if not query.dtype == key.dtype == value.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return "states differ in dtype, or have a dtype that it does not support"
@@ -88,6 +80,8 @@ def supports(problem: Problem) -> str:
         return "Triton is not installed, or does not compile for this device"
     return objection(value.device, value.dtype, *widths, Kind.from_problem(problem))
 
+
+supports = Needs(compiling=False, is_rotated=False, decays=False, mask_is_added=False, further=_objection)
 
 NO_GRADIENTS = "FlexAttention has no gradients on a CPU"
 

@@ -12,7 +12,7 @@ from rope_patch.attention.executors import reference
 from rope_patch.attention.merging import compiles
 from rope_patch.attention.problem import Branch, Output, Problem
 from rope_patch.attention.rotation_kernel import dense, launch, rotations
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.attention.turner import Fused, Tables, Turner
@@ -25,19 +25,16 @@ def attend(problem: Problem) -> Output:
     return launched(problem, problem.fused), None
 
 
-def supports(problem: Problem) -> str:
+def _objection(problem: Problem) -> str:
     """The reason why the kernels cannot compute a call, or an empty string if they can and equalled the definition when
     they were tried.
     """
-    if problem.compiling:
-        return "a compiled model calls one operator"
-    if problem.turner is None:
-        return "its states are rotated already"
-    if problem.decay is not None:
-        return "scores decay"
     if not compiles(problem.value.device):
         return "Triton is not installed, or does not compile for this device"
     return unsupported(problem, problem.fused)
+
+
+supports = Needs(compiling=False, is_rotated=False, decays=False, by_head=False, further=_objection)
 
 
 def unsupported(problem: Problem, call: Fused) -> str:
@@ -51,8 +48,6 @@ def unsupported(problem: Problem, call: Fused) -> str:
         return "heads are wider than 256"
     if problem.content is not None or problem.dropout != 0.0:
         return "scores have a term by content, or dropout"
-    if problem.key_positions.ndim != 2:
-        return "heads keep different keys"
     if not (mask is None or (one_query and mask.dtype == torch.bool and mask.shape[1] == 1)):
         return "there is a mask for each pair"
     if not (problem.causal or one_query or problem.q_length == problem.kv_length):

@@ -16,9 +16,9 @@ from rope_patch.attention import paths
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm, TileBias, has_terms, tile_bias
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.executors import decayed, merged
-from rope_patch.attention.problem import NOT_PRODUCTS, AttentionMode, Branch, Output, Problem
+from rope_patch.attention.problem import AttentionMode, Branch, Output, Problem
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans
-from rope_patch.attention.table import Executor, choose
+from rope_patch.attention.table import Executor, Needs, choose
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Merged
 from rope_patch.errors import UnsupportedPositions
@@ -127,14 +127,10 @@ class _Arguments(NamedTuple):
         return [self.value, *self.states, *([self.source] if self.learns and self.source is not None else [])]
 
 
-def supports(problem: Problem) -> str:
-    """The reason why the operator cannot compute a call, or an empty string. It has no position maps of regions, by
-    which a decay counts, and no gradient flows into a mask.
+def _objection(problem: Problem) -> str:
+    """The reason why the operator cannot compute products of a compiled model, or an empty string. It has no position
+    maps of regions, by which a decay counts, and no gradient flows into a mask.
     """
-    if not problem.compiling:
-        return "it is for compiled models"
-    if not problem.fits_kernels:
-        return NOT_PRODUCTS
     if not has_terms(problem):
         return "running sums stand beside a bias that is not linear, or tokens see later keys"
     if problem.mask is not None and problem.mask.requires_grad:
@@ -143,6 +139,9 @@ def supports(problem: Problem) -> str:
     if call.decay is not None and any(branch.region is not None for branch in call.branches):
         return "scores decay by the positions of a region, and there are many queries"
     return ""
+
+
+supports = Needs(compiling=True, fits_kernels=True, further=_objection)
 
 
 def attend(problem: Problem) -> Output:

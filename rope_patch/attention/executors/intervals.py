@@ -18,10 +18,9 @@ from rope_patch.attention.executors import chunked, reference
 from rope_patch.attention.intervals import Runs, end_points, runs_of
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
-from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
-from rope_patch.attention.table import Executor
+from rope_patch.attention.problem import Branch, Output, Problem
+from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import upcast
-from rope_patch.attention.tile_kernels import HALF
 from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.attention.turner import Turner
 from rope_patch.schemes.slots import ALL_PAIRS, Region
@@ -39,29 +38,24 @@ def attend(problem: Problem) -> Output:
     return _Intervals.apply(call, plans, call.value, *states), None
 
 
-def supports(problem: Problem) -> str:
-    """The reason why the kernels cannot compute a call, or an empty string if they can and equalled the definition when
-    they were tried.
+def _objection(problem: Problem) -> str:
+    """The reason why the kernels cannot compute products, or an empty string if they can and equalled the definition
+    when they were tried.
     """
     value = problem.value
     if reason := missing(value.device):
         return reason
-    if problem.compiling:
-        return "a compiler traces the call, so that its intervals are not known"
-    if not problem.fits_kernels:
-        return NOT_PRODUCTS
-    if problem.biased:
-        return "scores have a bias"
-    if problem.by_head:
-        return "heads keep different keys"
     head_dim, value_dim = problem.rotated.branches[0].query.shape[-1], value.shape[-1]
-    if any(state.dtype != value.dtype for state in problem.rotated.states()) or value.dtype not in HALF:
+    if any(state.dtype != value.dtype for state in problem.rotated.states()) or not problem.half:
         return "states differ in dtype, or are not in half precision"
     if (head_dim, value_dim) not in ((192, 128), (256, 256)) and not (_is_narrow(head_dim) and _is_narrow(value_dim)):
         return "heads have widths that the kernels do not support"
     if _runs(problem) is None:
         return "the mask or the positions give some query keys in many places"
     return objection(value.device, value.dtype, head_dim, value_dim)
+
+
+supports = Needs(compiling=False, fits_kernels=True, biased=False, by_head=False, further=_objection)
 
 
 def _is_narrow(width: int) -> bool:

@@ -7,6 +7,7 @@ token is scored is a plan without states, which layers with the same positions a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,13 +18,12 @@ from typing import cast
 import torch
 
 from rope_patch.attention.behind_cache import (
-    LENGTH_UNKNOWN,
+    NEEDS,
     added_to,
     adds,
     blind_queries,
     by_plan,
     is_block,
-    objection,
     place_of,
     planned_pieces,
     rows_alike,
@@ -43,20 +43,17 @@ BLOCK = 2**21  # bytes of keys that are rotated and scored at once, while they a
 FEW = 8  # up to this many rows, a product that reads the keys row by row is up to twice as fast as one by columns
 
 
-def supports(problem: Problem) -> str:
-    """The reason why `attend` cannot compute a call, or an empty string: it takes a few queries behind the keys of a
-    cache.
-    """
-    decay = problem.decay
-    if problem.compiling:
-        return LENGTH_UNKNOWN
-    if why := objection(problem):
-        return why
-    if problem.q_length > 1 and decay is not None:
+def _objection(problem: Problem) -> str:
+    """The reason why queries behind the keys of a cache are not scored by one plan, or an empty string."""
+    if problem.q_length > 1 and problem.decay is not None:
         return "there are several queries, and scores decay"
     if problem.q_length > 1 and not is_block(problem, cast(Turner, problem.turner).forward):
-        return "there are many queries, or they do not follow keys of a cache one by one"
-    return "scores decay, and heads keep different keys" if decay is not None and problem.by_head else ""
+        return "there are many queries, or their positions do not follow one by one"
+    return "scores decay, and heads keep different keys" if problem.decay is not None and problem.by_head else ""
+
+
+supports = dataclasses.replace(NEEDS, compiling=False, further=_objection)
+"""A few queries behind the keys of a cache."""
 
 
 def attend(problem: Problem) -> Output:
@@ -292,12 +289,11 @@ def _terms(problem: Problem, turner: Turner, rows: slice, position: int) -> Iter
     slot, regions = int(problem.query_start), turner.regions
     beside = _holds_scores(problem.value) and turner.by_matrix(query)
 
-    def most(number: int) -> float:
-        """The largest number of keys in a piece: keys that must be rotated are prepared a block at a time."""
-        rotates = decay is not None or turner.rotates(regions[number].key_map)
-        slot = len(range(len(key))[rows]) * key.shape[1] * key.shape[-1] * key.element_size()  # bytes
-        return max(1, BLOCK // slot) if key.is_cpu and rotates else math.inf
-
+    most: list[float] | None = None
+    if key.is_cpu:  # keys that must be rotated are prepared a block at a time
+        of_slot = len(range(len(key))[rows]) * key.shape[1] * key.shape[-1] * key.element_size()  # bytes
+        block = max(1, BLOCK // of_slot)
+        most = [block if decay is not None or turner.rotates(region.key_map) else math.inf for region in regions]
     by_region = itertools.groupby(
         few_queries(regions, rows, problem.q_length, slot, position, most), key=lambda piece: piece.region
     )

@@ -22,11 +22,11 @@ from rope_patch.attention.executors import chunked
 from rope_patch.attention.kernels import account, kernel_for
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Piece
-from rope_patch.attention.problem import NOT_PRODUCTS, Branch, Output, Problem
+from rope_patch.attention.problem import Branch, Output, Problem
 from rope_patch.attention.rotation import EVERY, Rotation
 from rope_patch.attention.spans import Span
 from rope_patch.attention.sums import Gradient, Run, Sum
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work
 from rope_patch.errors import UnsupportedModel
@@ -71,18 +71,12 @@ larger blocks, so that they are mapped and faulted in again at every call.
 """
 
 
-def supports(problem: Problem) -> str:
+def _objection(problem: Problem) -> str:
     """The reason why a call is not scored region by region, or an empty string if it is made of spans, in which every
     region and every bias keep their shape.
     """
-    if problem.compiling:
-        return "a compiler traces the call, so that its spans are not known"
-    if problem.scattered:
-        return "keys of the cache have gaps between their positions"
     if not (problem.causal or problem.q_length == problem.kv_length or problem.q_length == 1):
         return "queries behind cached keys see later keys"
-    if not problem.fits_kernels:
-        return NOT_PRODUCTS
     if not has_terms(problem):
         return "running sums stand beside a bias that is not linear, or tokens see later keys"
     if (spans := problem.spans) is None:
@@ -94,6 +88,9 @@ def supports(problem: Problem) -> str:
     if not (plain or all(region.translation_invariant for region in regions)):
         return "regions by chunk, or of first tokens, are cut by a window or see later keys"
     return ""
+
+
+supports = Needs(compiling=False, fits_kernels=True, scattered=False, further=_objection)
 
 
 class _Merged(torch.autograd.Function):

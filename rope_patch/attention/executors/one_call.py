@@ -7,9 +7,9 @@ token is scored is a plan without states, as in `joined`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,12 +17,11 @@ from typing import cast
 import torch
 
 from rope_patch.attention.behind_cache import (
-    LENGTH_UNKNOWN,
+    NEEDS,
     added_to,
     adds,
     blind_queries,
     by_plan,
-    objection,
     place_of,
     planned_pieces,
     rows_alike,
@@ -33,7 +32,7 @@ from rope_patch.attention.pieces import Piece, few_queries
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.rotation import EVERY, Rotate, narrowed
 from rope_patch.attention.table import Executor
-from rope_patch.attention.tile_kernels import HALF, flash
+from rope_patch.attention.tile_kernels import flash
 from rope_patch.attention.trials import Comparisons, Trial
 from rope_patch.attention.turner import Tables, Turner
 from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
@@ -115,24 +114,9 @@ def _as_rows(states: torch.Tensor) -> torch.Tensor:
     return states.flatten(0, 1).unsqueeze(2)
 
 
-def supports(problem: Problem) -> str:
-    """The reason why `attend` cannot compute a call, or an empty string: it takes one query in half precision behind
-    the keys of a cache on a GPU.
-    """
-    value = problem.value
-    if not _is_on_gpu(value):
-        return "the states are not on a GPU"
-    if problem.compiling:
-        return LENGTH_UNKNOWN
-    if problem.q_length > 1:
-        return "there are several queries"
-    if value.dtype not in HALF:
-        return "the states are not in half precision"
-    return objection(problem) or _terms_objection(problem) or _plan_objection(problem)
-
-
-def _is_on_gpu(states: torch.Tensor) -> bool:
-    return states.is_cuda
+def _objection(problem: Problem) -> str:
+    """The reason why one query behind the keys of a cache is not scored by one call, or an empty string."""
+    return _terms_objection(problem) or _plan_objection(problem)
 
 
 def _terms_objection(problem: Problem) -> str:
@@ -141,8 +125,6 @@ def _terms_objection(problem: Problem) -> str:
     """
     query, key, value = cast("tuple[torch.Tensor, ...]", (problem.query, problem.key, problem.value))
     turner = cast(Turner, problem.turner)
-    if problem.decay is not None:
-        return "scores decay"
     if problem.running_bias is not None or (turner.learned and problem.bias is not None):
         return "the term of the scores differs from layer to layer"
     if not query.dtype == key.dtype == value.dtype or query.shape[-1] != value.shape[-1]:
@@ -171,10 +153,22 @@ def _plan_objection(problem: Problem) -> str:
     return trial(query.device, query.dtype, width, columns)
 
 
+supports = dataclasses.replace(
+    NEEDS,
+    compiling=False,
+    on_gpu=True,
+    one_query=True,
+    half=True,
+    decays=False,
+    further=_objection,
+)
+"""One query in half precision behind the keys of a cache on a GPU."""
+
+
 def _pieces(problem: Problem, position: int) -> tuple[Piece, ...]:
     """The pieces of a call whose query has the same `position` in all rows."""
     places = EVERY, 1, int(problem.query_start), position
-    return tuple(few_queries(cast(Turner, problem.turner).regions, *places, lambda number: math.inf))
+    return tuple(few_queries(cast(Turner, problem.turner).regions, *places))
 
 
 def _fits(problem: Problem, pieces: Sequence[Piece]) -> bool:

@@ -8,6 +8,7 @@ there is nothing to merge.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
 import torch
@@ -18,26 +19,26 @@ from rope_patch.attention.one_query import anchor_of, factor_of, sum_of
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.rotation import rotate
 from rope_patch.attention.table import Executor
-from rope_patch.attention.tile_kernels import HALF
 from rope_patch.attention.turner import Turner, remaining
 from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.schemes.tools.rotary import rotation_tables
 from rope_patch.typing import Frequencies
 
 
-def supports(problem: Problem) -> str:
-    """The reason why `attend` cannot compute a call, or an empty string: it takes what `traced` takes, if each row has
-    one set of frequencies and a mask holds the bias.
+def _objection(problem: Problem) -> str:
+    """The reason why a call that `traced` takes is not one call of SDPA, or an empty string if each row has one set of
+    frequencies and a mask holds the bias.
     """
-    if why := traced.supports(problem):
-        return why
-    if problem.biased and problem.value.dtype in HALF:
+    if problem.biased and problem.half:
         return f"{problem.value.dtype} would round the bias"
     if cast(torch.Tensor, problem.query).dtype != problem.value.dtype:
         return "queries and values differ in dtype"
     if factor_of(cast(Turner, problem.turner)) is None:
         return "heads, pairs or rows have frequencies of their own, or rotations are exact"
     return ""
+
+
+supports = dataclasses.replace(traced.supports, further=_objection)
 
 
 def attend(problem: Problem) -> Output:

@@ -18,23 +18,16 @@ from rope_patch.attention.executors import merged
 from rope_patch.attention.executors.merged import Block, HeadGroup, blocks_of, head_groups
 from rope_patch.attention.pieces import Piece, Tile
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Dense
 
 
-def supports(problem: Problem) -> str:
-    """The reason why a call is left to flash, or an empty string. It takes calls that `merged` supports and that this
-    processor's products score faster and exactly enough: without gradients, and without a bias, which would be rounded
-    with the scores.
+def _objection(problem: Problem) -> str:
+    """The reason why a call is left to flash, or an empty string if `merged` supports it and this processor's products
+    score it faster.
     """
     states = problem.rotated.states()
-    if problem.compiling:
-        return "a compiler traces the call"
-    if problem.biased:
-        return "products would round the bias with the scores"
-    if torch.is_grad_enabled() and any(state.requires_grad for state in states):
-        return "gradients are wanted"
     if any(not state.is_cpu for state in states):
         return "it is for CPUs"
     if any(state.dtype != torch.bfloat16 for state in states):
@@ -42,6 +35,10 @@ def supports(problem: Problem) -> str:
     if not multiplies_bfloat16():
         return "this processor has no instructions for products of bfloat16 matrices"
     return merged.supports(problem)
+
+
+supports = Needs(compiling=False, biased=False, differentiable=False, further=_objection)
+"""Without gradients, and without a bias, which products in half precision would round with the scores."""
 
 
 @functools.cache

@@ -6,14 +6,12 @@ import torch
 
 from rope_patch.attention.masks import attended
 from rope_patch.attention.problem import Problem
-from rope_patch.attention.table import Executor
+from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import DistanceBias, upcast
 from rope_patch.errors import UnsupportedPositions
 
-
-def supports(problem: Problem) -> str:
-    """Return an empty string: the definition computes every call."""
-    return ""
+supports = Needs()
+"""The definition computes every call."""
 
 
 def attend(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:

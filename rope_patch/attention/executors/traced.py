@@ -4,18 +4,19 @@ those of the cache.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple, cast
 
 import torch
 
-from rope_patch.attention.behind_cache import objection, planned_pieces
+from rope_patch.attention.behind_cache import NEEDS, planned_pieces
 from rope_patch.attention.pieces import Tile
 from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.table import Executor
-from rope_patch.attention.terms import product, upcast
-from rope_patch.attention.tile_kernels import HALF, Dense, FlashCPU, Work
+from rope_patch.attention.terms import HALF, product, upcast
+from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
 from rope_patch.attention.turner import Turner
 from rope_patch.schemes.slots import Region
 
@@ -38,15 +39,8 @@ class Part(NamedTuple):
     whole: bool
 
 
-def supports(problem: Problem) -> str:
-    """The reason why `attend` cannot compute a call, or an empty string: it takes one query of a compiled model."""
-    if not problem.compiling:
-        return "the model is not compiled"
-    if why := objection(problem):
-        return why
-    if problem.q_length > 1:
-        return "there are several queries"
-    return "scores decay" if problem.decay is not None else ""
+supports = dataclasses.replace(NEEDS, compiling=True, one_query=True, decays=False)
+"""One query of a compiled model."""
 
 
 def attend(problem: Problem) -> Output:
