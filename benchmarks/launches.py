@@ -5,6 +5,7 @@ what a small model's time consists of.
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import sys
 import time
@@ -122,12 +123,15 @@ def _called(shape: Shape, scheme: str | None, layers: int) -> int:
         count += event == "call"
 
     side.run()
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # objects that earlier work left would be deleted in between, by functions of their own
     sys.setprofile(follow)
     try:
         side.run()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return count
 
 

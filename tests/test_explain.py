@@ -40,7 +40,7 @@ EXPECTED = {
     # prefill, compiled, decoded token, compiled, training step; products are a matter of the processor
     "rerope:window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"traced"}, {"merged"}),
     "self_extend:group_size=4,window=16": ({"merged", "products"}, {"graph"}, {"joined"}, {"traced"}, {"merged"}),
-    "alibi": ({"merged"}, {"graph"}, {"joined"}, {"traced"}, {"merged"}),
+    "alibi": ({"merged"}, {"graph"}, {"masked"}, {"traced"}, {"merged"}),
     "xpos": ({"merged", "products"}, {"graph"}, {"joined"}, {"graph"}, {"merged"}),
     "rope+shaw": ({"chunked"},) * 5,
     "logn": ({"sdpa"},) * 5,

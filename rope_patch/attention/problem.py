@@ -26,7 +26,7 @@ from rope_patch.typing import PositionMap
 AttentionMode = Literal[
     "auto", "oracle", "chunked", "segmented", "fused",
     "flex", "reference", "joined", "one_call", "traced", "merged", "products", "block", "graph", "decayed",
-    "intervals", "one_rotation"
+    "intervals", "one_rotation", "masked"
 ]
 # fmt: on
 """The way to score: `auto` takes the fastest exact executor. `oracle`, `chunked`, `segmented` and `fused` prefer one

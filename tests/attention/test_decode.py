@@ -54,7 +54,7 @@ def steps(model, lengths, sizes, executors=None):
         given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, part]}
         with executors_of(model) as taken:
             found.append(model(batch[:, part], past_key_values=cache, **given).logits)
-        assert executors is None or size == start or set(taken) == executors
+        assert executors is None or size == start or {*taken} <= executors
     return torch.cat(found[1:], dim=1), expected
 
 
@@ -65,7 +65,7 @@ def test_one_query_after_rows_of_any_length(spec, lengths, monkeypatch):
     monkeypatch.setattr(joined, "BLOCK", 5 * 4 * 64)  # a few keys
     model = build("llama")
     patch(model, spec)
-    assert_close(*steps(model, lengths, [1, 1, 1], {"joined"}))
+    assert_close(*steps(model, lengths, [1, 1, 1], {"joined", "masked"}))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_keys_that_turn_anew_at_every_length_do_so_a_few_at_a_time(spec, monkeyp
 def test_some_queries_at_once_as_assisted_decoding_has_them(spec, lengths, sizes):
     model = build("llama")
     patch(model, spec)
-    assert_close(*steps(model, lengths, sizes, {"joined"}))
+    assert_close(*steps(model, lengths, sizes, {"joined", "masked"}))
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "cohere", "phi", "gpt_neox"])

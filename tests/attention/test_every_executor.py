@@ -30,8 +30,8 @@ FORCED = get_args(AttentionMode)
 INSIDE = {"graph", "decayed"}
 """Executors that ask the table again, under the same name."""
 
-ELSEWHERE = {"fused", "intervals", "one_call", "products"}
-"""Executors that need a GPU, or instructions that not every processor has."""
+ELSEWHERE = {"fused", "intervals", "one_call", "products", "masked"}
+"""Executors that need a GPU, instructions that not every processor has, or states in the rotation of their region."""
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 """Largest error relative to the norm; a bias by distance is computed in float32."""

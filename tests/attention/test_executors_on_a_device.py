@@ -27,8 +27,8 @@ from tests.simulated_device import Simulated, SimulatedDevice, values
 
 SOME = [*SEEDS[:WITH_DECAY:3], *SEEDS[WITH_DECAY:]]
 
-ELSEWHERE = {"fused", "flex", "intervals", "one_call", "one_rotation", "traced", "graph", "products"}
-"""Executors that it cannot run: kernels of a GPU, products of processors, and operators of a graph."""
+ELSEWHERE = {"fused", "flex", "intervals", "one_call", "one_rotation", "traced", "graph", "products", "masked"}
+"""Executors that it cannot run: kernels of a GPU, executors for CPUs, and operators of a graph."""
 
 
 @pytest.fixture(autouse=True)
