@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_patch import UnsupportedPositions, get_scheme, patch
-from rope_patch.attention.executors import joined, one_rotation, traced
+from rope_patch.attention.executors import joined, masked, one_rotation, traced
 from rope_patch.mounting import hooks
 from tests.cases import ALL, REPRESENTATIVE, ROUTES
 from tests.families import FAMILIES, FOLLOWING, LLAMA_AND_SCALED, PACKED_ROWS_MIX, RUN, SCALED, TRAINING_LENGTH, build
@@ -257,7 +257,8 @@ def test_a_decoding_step_in_one_graph_equals_one_by_slices(llama, spec, by, monk
     sizes = [batch.shape[1] - 2, 1, 1]
     with patch(llama, spec):
         expected = cached_logits(llama, batch, sizes, mask)
-        monkeypatch.setitem(vars(joined.EXECUTOR), "attend", by_one_rotation if by == "one rotation" else traced.attend)
+        for executor in (joined.EXECUTOR, masked.EXECUTOR):
+            monkeypatch.setitem(vars(executor), "attend", by_one_rotation if by == "one rotation" else traced.attend)
         monkeypatch.setattr(joined, "is_block", lambda *_: False)
         monkeypatch.setattr(traced, "_compiles_sums", lambda _: by == "sums")
         found = cached_logits(llama, batch, sizes, mask)

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from rope_patch import CachedKeys, patch
-from rope_patch.attention.executors import joined
+from rope_patch.attention.executors import joined, masked
 from rope_patch.mounting.hooks import LayerHook
 from rope_patch.mounting.step import Step
 from tests.families import build
@@ -27,8 +27,10 @@ SIZES = [40, 1, 1, 1]
 @pytest.fixture
 def plans(monkeypatch):
     """One entry for each plan that is made."""
-    made, plan = [], joined._plan
-    monkeypatch.setattr(joined, "_plan", lambda *args: made.append(1) or plan(*args))
+    made = []
+    for executor in (joined, masked):
+        plan = executor._plan
+        monkeypatch.setattr(executor, "_plan", lambda problem, plan=plan: made.append(1) or plan(problem))
     return made
 
 
