@@ -1,4 +1,4 @@
-"""What executors need of a call: each property alone, and the order in which they are asked."""
+"""`Needs` reads each property of a call, gives its own reason for each, and asks the further objection last."""
 
 from __future__ import annotations
 
