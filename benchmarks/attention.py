@@ -15,10 +15,10 @@ from benchmarks.comparison import Shape, Side
 from benchmarks.dense import two_matrices
 from rope_patch.attention import paths
 from rope_patch.attention.executors import fused
-from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.spans import Span
 from rope_patch.attention.terms import DistanceBias
-from rope_patch.attention.turner import Fused
+from rope_patch.attention.turner import Branch, Fused
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.registry import as_scheme
 from rope_patch.schemes.slots import ALL_PAIRS, Checkpoint

@@ -19,9 +19,9 @@ from rope_patch.attention.executors import flex as flex_executor
 from rope_patch.attention.executors import fused
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.pieces import Tile
-from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, FlashCUDA, Kernel, Merged, Work
-from rope_patch.attention.turner import Fused, Turner
+from rope_patch.attention.turner import Branch, Fused, Turner
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-
-def traced() -> bool:
-    """Whether a compiler traces the call, so that values are not known."""
-    return torch.compiler.is_compiling()
+traced = torch.compiler.is_compiling
+"""A function that returns whether a compiler traces the call, so that values are not known."""
 
 
 def require(holds: torch.Tensor, error: type[Exception], message: str) -> None:
     """Raise the error unless the boolean scalar `holds` is true; a graph raises a RuntimeError with the same message
     when it runs.
     """
-    if torch.compiler.is_compiling():
+    if traced():
         torch._assert_async(holds, f"rope_patch: {message}")
     elif not holds:
         raise error(message)

@@ -19,8 +19,9 @@ from benchmarks.dense import two_matrices
 from benchmarks.measure import Patience, in_turn, peak_bytes
 from benchmarks.results import Point, ResultFile, Row
 from rope_patch.attention.executors import reference
-from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.terms import DistanceBias
+from rope_patch.attention.turner import Branch
 from rope_patch.schemes.alibi import ALiBi
 from rope_patch.schemes.registry import as_scheme
 

@@ -15,7 +15,8 @@ from torch import nn
 from rope_patch import get_scheme, patch
 from rope_patch.attention import cudnn_kernels
 from rope_patch.attention.executors import merged, reference
-from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.problem import Problem
+from rope_patch.attention.turner import Branch
 from rope_patch.training.chunked_loss import chunked_loss
 from tests.cases import ALL
 from tests.families import build

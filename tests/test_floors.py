@@ -8,7 +8,7 @@ import torch
 from transformers import StaticCache
 
 from rope_patch import patch
-from rope_patch.attention.problem import Branch
+from rope_patch.attention.turner import Branch
 from tests.cases import ALL, ROUTES
 from tests.contract.test_continuous_batching import batched, prompts_of
 from tests.families import TRAINING_LENGTH, build
@@ -126,4 +126,4 @@ def test_calls_are_recorded():
         Branch(None, tokens(1), tokens(1))
     climb = "attention.below.score.<locals>.<genexpr> -> mounting.above.Call.keys"
     assert calls.climbs() == {climb}
-    assert calls.entered[-1].function.module == "rope_patch.attention.problem"  # what `dataclass` makes has no file
+    assert calls.entered[-1].function.module == "rope_patch.attention.turner"  # what `dataclass` makes has no file

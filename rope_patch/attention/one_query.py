@@ -10,7 +10,8 @@ from typing import cast
 
 import torch
 
-from rope_patch.attention.turner import Tables, Turner, remaining, rotations
+from rope_patch.attention.rotation import Tables
+from rope_patch.attention.turner import Turner, remaining, rotations
 from rope_patch.schemes.tools.positions import UNROTATED
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies, PositionMap

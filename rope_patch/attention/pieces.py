@@ -90,6 +90,12 @@ class Piece:
         return self.keys.stop - self.keys.start
 
 
+def narrowed(states: torch.Tensor, slots: slice) -> torch.Tensor:
+    """Select some slots, `(..., slots, dim)`, of states `(..., kv_len, dim)`."""
+    width = slots.stop - slots.start
+    return states if width == states.shape[-2] else states.narrow(-2, slots.start, width)
+
+
 def few_queries(
     regions: Sequence[Region],
     rows: slice,

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
 import torch
 
-from rope_patch.attention import decay, rotation_kernel
+from rope_patch.attention import decay
 from rope_patch.attention.decay import Decay
-from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, spans_between
 from rope_patch.attention.terms import HALF, Content, DistanceBias
-from rope_patch.attention.turner import Fused, Turner
+from rope_patch.attention.turner import Branch, Fused, Turner
 from rope_patch.attention.visibility import Visibility
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.graphs import traced
-from rope_patch.schemes.slots import ALL_PAIRS, Region
-from rope_patch.typing import PositionMap
 
 # fmt: off
 AttentionMode = Literal[
@@ -47,36 +43,6 @@ class TokenPlan(Protocol):
         """The output `(batch, heads, q_len, value_dim)` for the states of one layer: queries `(batch, heads, q_len,
         head_dim)`, keys and values `(batch, kv_heads, kv_len, dim)`, unrotated as they arrived.
         """
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Queries and keys rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; for all pairs if
-    `region` is None. Keys begin at slot `first`; no query sees an older one in this region. `turn` is the rotation that
-    the queries still need.
-    """
-
-    region: Region | None
-    query: torch.Tensor
-    key: torch.Tensor
-    first: int = 0
-    turn: Rotation | None = None
-
-    def queries(self, rows: slice, heads: slice, queries: slice) -> torch.Tensor:
-        """The rotated queries of some rows of the batch and some heads."""
-        some = self.query[rows, heads, queries]
-        return some if self.turn is None else self.turn.part(rows, queries)(some)
-
-    def turned(self) -> Branch:
-        """Rotate the queries, if that is still to be done."""
-        return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
-
-    def rows(self, start: int, stop: int, newest: int | None) -> Branch:
-        """Restrict the branch to the queries `start` to `stop`, and to the keys in slots before `newest` if it is
-        given.
-        """
-        keys = slice(None) if newest is None else slice(0, max(0, newest - self.first))
-        return Branch(self.region, self.query[:, :, start:stop], self.key[:, :, keys], self.first)
 
 
 @dataclass(eq=False)
@@ -303,7 +269,7 @@ class Problem:
         """
         if self._rotated is None or self.turner is None or self.value.is_cpu:
             return ""
-        why = self._region_by_region(self.turner)
+        why = self.turner.region_by_region(*self._unrotated, self._definition)
         return f"region by region; not by one kernel: {why}" if why else "one kernel for all regions"
 
     def turned(self) -> Problem:
@@ -335,8 +301,7 @@ class Problem:
         """Unrotated queries and keys with the tables of each region, for a kernel that scores all regions."""
         if self._fused is None:
             in_order = not self.scattered and (self.q_length == 1 or self._in_order())
-            states = cast(torch.Tensor, self.query), cast(torch.Tensor, self.key)
-            self._fused = cast(Turner, self.turner).fused(*states, in_order)
+            self._fused = cast(Turner, self.turner).fused(*self._unrotated, in_order)
         return self._fused
 
     @property
@@ -362,60 +327,20 @@ class Problem:
         pairs = ((branch.query, branch.key) for branch in self.branches)
         return [self.value, *(state for pair in pairs for state in pair)]
 
-    def _branches(self, turner: Turner) -> tuple[Branch, ...]:
-        """Queries and keys of each region, with keys from the oldest that a query may see there. Queries that are
-        rotated a few at a time keep their rotation in `turn`.
-        """
-        query, key = cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
-        if not self._region_by_region(turner):
-            return self._branches_at_once(turner)
-        later = query.is_cpu and not (self._by_definition or self.biased or self.decay is not None)
-        keys: dict[tuple[PositionMap, int], torch.Tensor] = {}  # regions with the same rotation share them
-        branches = []
-        for region in turner.regions:
-            turn = turner.later(region, query) if later and region != ALL_PAIRS else None
-            first = self._oldest(region)
-            if (region.key_map, first) not in keys:
-                own = key[:, :, first:] if first else key
-                slots = slice(first, None) if first else None
-                keys[region.key_map, first] = turner.turn(own, region, "key", slots)
-            rotated = turner.turn(query, region, "query") if turn is None else query
-            within = None if region == ALL_PAIRS else region
-            branches.append(Branch(within, rotated, keys[region.key_map, first], first, turn))
-        return tuple(branches)
+    @property
+    def _unrotated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
 
     @property
-    def _by_definition(self) -> bool:
-        """Whether states are rotated by plain operators, with all results in memory."""
-        return self.mode in ("oracle", "reference") or self.compiling
+    def _definition(self) -> str:
+        """The reason why plain operators rotate the states, with all results in memory, or an empty string."""
+        if self.compiling:
+            return "the model is compiled"
+        return f"attention={self.mode!r} is the definition" if self.mode in ("oracle", "reference") else ""
 
-    def _region_by_region(self, turner: Turner) -> str:
-        """The reason why no single kernel rotates the states for all regions, or an empty string."""
-        if self._by_definition:
-            return "the model is compiled" if self.compiling else f"attention={self.mode!r} is the definition"
-        if not turner.at_once:
-            return "rotations are learned, exact, or no rotation of pairs of dimensions"
-        return rotation_kernel.supports(*cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key)))
-
-    def _branches_at_once(self, turner: Turner) -> tuple[Branch, ...]:
-        """The same, where one kernel rotates the queries of all regions, and one the keys."""
-        query, key = cast(tuple[torch.Tensor, torch.Tensor], (self.query, self.key))
-        call, oldest = turner.fused(query, key, in_order=True), [self._oldest(region) for region in turner.regions]
-        queries = rotation_kernel.rotations(query, call.query_tables, call.partner)
-        read = min(itertools.compress(oldest, call.key_tables), default=0)  # the oldest key that is rotated
-        rotated = rotation_kernel.rotations(key, call.key_tables, call.partner, read)
-        keys: dict[tuple[int, int], torch.Tensor] = {}
-        for whole, first in zip(rotated, oldest, strict=True):
-            keys.setdefault((id(whole), first), whole[:, :, first:] if first else whole)
-        return tuple(
-            Branch(None if region == ALL_PAIRS else region, turned, keys[id(whole), first], first)
-            for region, turned, whole, first in zip(turner.regions, queries, rotated, oldest, strict=True)
-        )
-
-    def _oldest(self, region: Region) -> int:
-        """The oldest slot whose key a query may see in a region."""
-        start = self.query_start
+    def _branches(self, turner: Turner) -> tuple[Branch, ...]:
+        """Queries and keys of each region; on a CPU executors rotate queries a few at a time."""
+        start, definition = self.query_start, self._definition
         known = isinstance(start, int) and not (self.scattered or self.compiling)
-        if region == ALL_PAIRS or not known or not region.translation_invariant:
-            return 0
-        return min(region.slots(int(start), int(start)).start, int(start))  # positions of new tokens may skip
+        later = self.value.is_cpu and not (definition or self.biased or self.decays)
+        return turner.branches(*self._unrotated, cast(int, start) if known else None, definition, later)

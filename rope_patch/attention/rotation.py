@@ -12,14 +12,11 @@ from rope_patch.graphs import traced
 from rope_patch.schemes.tools.rotary import RotaryLayout
 
 EVERY = slice(None)
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""The tables of cosine and sine."""
+
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 """A function that rotates states `(batch, heads, length, head_dim)`."""
-
-
-def narrowed(states: torch.Tensor, slots: slice) -> torch.Tensor:
-    """Select some slots, `(..., slots, dim)`, of states `(..., kv_len, dim)`."""
-    width = slots.stop - slots.start
-    return states if width == states.shape[-2] else states.narrow(-2, slots.start, width)
 
 
 def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

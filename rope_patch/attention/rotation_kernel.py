@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rope_patch.attention.merging import compiles
+from rope_patch.attention.rotation import Tables
 from rope_patch.attention.trials import Comparisons, Trial
-from rope_patch.attention.turner import Tables
 
 LARGE = 2**20
 """The number of entries of the queries from which on the kernel takes less time than starting the operators that it

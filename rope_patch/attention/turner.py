@@ -14,20 +14,49 @@ from typing import Any, Literal, cast
 
 import torch
 
+from rope_patch.attention import rotation_kernel
 from rope_patch.attention.forward import Forward
-from rope_patch.attention.rotation import EVERY, Rotate, Rotation, narrowed, rotate
+from rope_patch.attention.pieces import narrowed
+from rope_patch.attention.rotation import EVERY, Rotate, Rotation, Tables, rotate
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import UNROTATED, pairs_of
 from rope_patch.schemes.tools.rotary import RotaryLayout, rotation_tables
 from rope_patch.typing import Frequencies, PositionMap
 
-Tables = tuple[torch.Tensor, torch.Tensor]
-"""The tables of cosine and sine."""
-
 Side = Literal["query", "key"]
 
 Bounds = tuple[Any, Any]
 """Start and stop of a slice, because a slice itself cannot be hashed."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Queries and keys rotated for one region, `(batch, heads or kv_heads, length, head_dim)`; for all pairs if
+    `region` is None. Keys begin at slot `first`; no query sees an older one in this region. `turn` is the rotation that
+    the queries still need.
+    """
+
+    region: Region | None
+    query: torch.Tensor
+    key: torch.Tensor
+    first: int = 0
+    turn: Rotation | None = None
+
+    def queries(self, rows: slice, heads: slice, queries: slice) -> torch.Tensor:
+        """The rotated queries of some rows of the batch and some heads."""
+        some = self.query[rows, heads, queries]
+        return some if self.turn is None else self.turn.part(rows, queries)(some)
+
+    def turned(self) -> Branch:
+        """Rotate the queries, if that is still to be done."""
+        return self if self.turn is None else Branch(self.region, self.turn(self.query), self.key, self.first)
+
+    def rows(self, start: int, stop: int, newest: int | None) -> Branch:
+        """Restrict the branch to the queries `start` to `stop`, and to the keys in slots before `newest` if it is
+        given.
+        """
+        keys = slice(None) if newest is None else slice(0, max(0, newest - self.first))
+        return Branch(self.region, self.query[:, :, start:stop], self.key[:, :, keys], self.first)
 
 
 @dataclass(frozen=True)
@@ -105,16 +134,6 @@ class Turner:
         """Whether states still need the rotation of a position map."""
         return self.layout is not None and position_map != self.anchor
 
-    @property
-    def at_once(self) -> bool:
-        """Whether a kernel may rotate states for all regions at once: no gradient flows into the rotation, and it need
-        not be bit for bit that of attention modules.
-        """
-        if self.layout is None or self.exact:
-            return False
-        numbers = (cast(Frequencies, self.frequencies).inv_freq, cast(Frequencies, self.frequencies).attention_scaling)
-        return not any(isinstance(x, torch.Tensor) and x.requires_grad for x in numbers)
-
     def turn(
         self,
         x: torch.Tensor,
@@ -140,6 +159,67 @@ class Turner:
         cos, sin = self._tables(region.query_map, "query", like)
         learns = cos.requires_grad or sin.requires_grad
         return None if learns else Rotation(cast(RotaryLayout, self.layout), cos, sin)
+
+    def branches(
+        self, query: torch.Tensor, key: torch.Tensor, start: int | None, definition: str, later: bool
+    ) -> tuple[Branch, ...]:
+        """Rotate queries and keys for each region, with keys from the oldest that a query may see there.
+
+        Args:
+            query, key: as they arrived, `(batch, heads or kv_heads, length, head_dim)`.
+            start: slot of the first query; None if the oldest key of a query does not follow from it.
+            definition: the reason why plain operators rotate for each region; empty if a kernel may rotate for all.
+            later: whether queries may keep their rotation in `Branch.turn`.
+        """
+        oldest = [self._oldest(region, start) for region in self.regions]
+        if not self.region_by_region(query, key, definition):
+            return self._branches_at_once(query, key, oldest)
+        keys: dict[tuple[PositionMap, int], torch.Tensor] = {}  # regions with the same rotation share them
+        branches = []
+        for region, first in zip(self.regions, oldest, strict=True):
+            turn = self.later(region, query) if later and region != ALL_PAIRS else None
+            if (region.key_map, first) not in keys:
+                own = key[:, :, first:] if first else key
+                keys[region.key_map, first] = self.turn(own, region, "key", slice(first, None) if first else None)
+            rotated = self.turn(query, region, "query") if turn is None else query
+            branches.append(Branch(_named(region), rotated, keys[region.key_map, first], first, turn))
+        return tuple(branches)
+
+    def region_by_region(self, query: torch.Tensor, key: torch.Tensor, definition: str) -> str:
+        """The reason why no single kernel rotates these states for all regions, or an empty string; the arguments are
+        those of `branches`.
+        """
+        if not definition and not self._can_be_at_once:
+            return "rotations are learned, exact, or no rotation of pairs of dimensions"
+        return definition or rotation_kernel.supports(query, key)
+
+    @property
+    def _can_be_at_once(self) -> bool:
+        """Whether no gradient flows into the rotation, and it need not be bit for bit that of attention modules."""
+        if self.layout is None or self.exact:
+            return False
+        numbers = (cast(Frequencies, self.frequencies).inv_freq, cast(Frequencies, self.frequencies).attention_scaling)
+        return not any(isinstance(x, torch.Tensor) and x.requires_grad for x in numbers)
+
+    def _branches_at_once(self, query: torch.Tensor, key: torch.Tensor, oldest: list[int]) -> tuple[Branch, ...]:
+        """The branches, where one kernel rotates the queries of all regions, and one the keys."""
+        call = self.fused(query, key, in_order=True)
+        queries = rotation_kernel.rotations(query, call.query_tables, call.partner)
+        read = min(itertools.compress(oldest, call.key_tables), default=0)  # the oldest key that is rotated
+        rotated = rotation_kernel.rotations(key, call.key_tables, call.partner, read)
+        keys: dict[tuple[int, int], torch.Tensor] = {}
+        for whole, first in zip(rotated, oldest, strict=True):
+            keys.setdefault((id(whole), first), whole[:, :, first:] if first else whole)
+        return tuple(
+            Branch(_named(region), turned, keys[id(whole), first], first)
+            for region, turned, whole, first in zip(self.regions, queries, rotated, oldest, strict=True)
+        )
+
+    def _oldest(self, region: Region, start: int | None) -> int:
+        """The oldest slot whose key a query may see in a region."""
+        if region == ALL_PAIRS or start is None or not region.translation_invariant:
+            return 0
+        return min(region.slots(start, start).start, start)  # positions of new tokens may skip
 
     def by_matrix(self, like: torch.Tensor) -> bool:
         """Whether queries `like` are one token that a matrix rotates for all regions at once."""
@@ -255,6 +335,11 @@ class Turner:
         return compute(
             positions, place, _bounds(rows), position_map, self.anchor, frequencies, layout, like.dtype, like.shape[-1]
         )
+
+
+def _named(region: Region) -> Region | None:
+    """The region of a branch."""
+    return None if region == ALL_PAIRS else region
 
 
 def _bounds(some: slice | None) -> Bounds | None:

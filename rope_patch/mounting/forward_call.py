@@ -52,6 +52,8 @@ class ForwardCall:
         added: the addend of each slot to the running sums of the scheme's bias, `(batch, kv_len, heads)`; None without
             such a bias.
         looks_ahead: whether a query may see keys after it.
+        cache_index: index of the layer in the cache.
+        is_paged: whether the call is a row of continuous batching, whose requests are calls of their own.
         is_request: whether the call is one request in a row of continuous batching, or one run of a row that processes
             share.
         heads: the query heads of the layer that arrive; None for all.
@@ -77,6 +79,8 @@ class ForwardCall:
     seen: torch.Tensor | None = None
     added: torch.Tensor | None = None
     looks_ahead: bool = False
+    cache_index: int = 0
+    is_paged: bool = False
     is_request: bool = False
     heads: slice | None = None
     row_lengths: torch.Tensor | None = None
@@ -121,6 +125,7 @@ class ForwardCall:
             position_ids=request.position_ids,
             query_start=request.start,
             kv_length=request.kv_length,
+            is_paged=False,
             is_request=True,
         )
 
@@ -223,7 +228,7 @@ class ForwardCall:
         """Read a cache before its update: set the number of keys, the positions of cached keys, and the fields that
         follow. `mask` is the mask that the module receives, if any.
         """
-        state, index, q_length = self.state, self.state.layer.cache_index, self.states.shape[1]
+        state, index, q_length = self.state, self.cache_index, self.states.shape[1]
         self.cache, self.kv_length = cache, cache.get_mask_sizes(q_length, index)[0]
         is_first = isinstance(self.start, int) and self.start == 0
         if not state.follows_positions or (is_first and not is_static(cache, index)):
@@ -243,7 +248,7 @@ class ForwardCall:
 
     def _look_back_in_graph(self, cache: Cache) -> None:
         """Like `look_back`, but without access to values: the graph asserts that positions have no gap."""
-        index, name = self.state.layer.cache_index, self.state.layer.name
+        index, name = self.cache_index, self.state.layer.name
         if is_static(cache, index):
             self.past = positions_in_graph(cache, index, self.position_ids, name)
             self.scattered = self.past is not None
@@ -258,7 +263,7 @@ class ForwardCall:
         """Store positions on the keys in the cache after its update."""
         if self.cache is None or not self.state.follows_positions:
             return
-        static = is_static(self.cache, self.state.layer.cache_index)
+        static = is_static(self.cache, self.cache_index)
         if static and self.forward.traced:
             return
         positions, in_order = self.position_ids, True
@@ -268,7 +273,7 @@ class ForwardCall:
             setattr(positions, _SLOTS, True)
         if static:
             in_order = self.forward.shared(_ends_in_order)(positions, self.seen)
-        remember(self.cache, self.state.layer.cache_index, positions, in_order)
+        remember(self.cache, self.cache_index, positions, in_order)
 
 
 def _lengths(

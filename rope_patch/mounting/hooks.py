@@ -171,6 +171,7 @@ class LayerHook:
         position_ids = self._positions(kwargs, start)
         anchor = state.anchor_for(keeps_keys=paged or cache is not None)
         call = ForwardCall(state, state.forwards.for_positions(position_ids), hidden, position_ids, start, anchor)
+        call.cache_index, call.is_paged = index, paged
         if cache is not None:
             call.look_back(cache, kwargs.get("attention_mask"))
         if "running_bias" in state.methods:

@@ -21,7 +21,7 @@ from rope_patch.errors import UnsupportedModel, UnsupportedPositions
 from rope_patch.graphs import require
 from rope_patch.models.base import is_causal
 from rope_patch.models.cached_keys import CachedKeys
-from rope_patch.models.paged import is_paged, split_by_request
+from rope_patch.models.paged import split_by_request
 from rope_patch.mounting.forward_call import ForwardCall, Rows, some_rows
 from rope_patch.mounting.registration import IMPLEMENTATION
 from rope_patch.mounting.running_bias import running_sums
@@ -67,8 +67,8 @@ def late_attention(
     if rope_patch is None and not is_linked(module):  # the model asked for its scheme by name
         by_name = ALL_ATTENTION_FUNCTIONS._global_mapping[IMPLEMENTATION]
         return by_name(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    call, paged = _checked(module, rope_patch, kwargs)
-    if paged:
+    call = _checked(module, rope_patch, kwargs)
+    if call.is_paged:
         return _attend_by_request(module, query, key, value, call, scaling, dropout, kwargs)
     key = _arrived(module, call, query, key)
     state, scheme, learned = call.state, call.state.scheme, call.state.weights(module)
@@ -240,17 +240,14 @@ def _as_autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in states)
 
 
-def _checked(module: nn.Module, call: ForwardCall | None, kwargs: dict[str, Any]) -> tuple[ForwardCall, bool]:
-    """Check the arguments, and return the call object and whether a row of continuous batching arrives. A call without
-    the object, or with a foreign argument, is refused.
-    """
+def _checked(module: nn.Module, call: ForwardCall | None, kwargs: dict[str, Any]) -> ForwardCall:
+    """Return the call object of these arguments. A call without the object, or with a foreign argument, is refused."""
     if call is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass its keyword arguments to its attention")
-    paged = is_paged(kwargs)
-    for name in ("position_bias",) if paged else ("position_bias", "cache"):
+    for name in ("position_bias",) if call.is_paged else ("position_bias", "cache"):
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} passes {name!r}, which patched attention does not support")
-    return call, paged
+    return call
 
 
 def _attend_by_request(

@@ -76,7 +76,7 @@ class Step:
             if first.forward.earlier(past) is not first.past:
                 return None
         layer.keys = keys
-        return first.repeated(state=state, cache=cache, states=hidden, step=self)
+        return first.repeated(state=state, cache=cache, cache_index=index, states=hidden, step=self)
 
     def attend(
         self,
@@ -99,7 +99,7 @@ class Step:
         if scored is None:
             return None
         if self.positions is not None:
-            layer = cast(Any, call.cache).layers[call.state.layer.cache_index]
+            layer = cast(Any, call.cache).layers[call.cache_index]
             layer.keys = CachedKeys.of(layer.keys, self.positions)
         if call.state.watch is not None:
             call.state.watch(self.taken, None)
@@ -122,11 +122,11 @@ def keep_step(
     cache, state = call.cache, call.state
     if cache is None or call.added is not None or call.is_request or states[0].shape[2] > 1:
         return
-    if state.kind in call.forward.steps or not grows(cache, state.layer.cache_index):
+    if state.kind in call.forward.steps or not grows(cache, call.cache_index):
         return
     if call.forward.traced or (call.past is None and state.follows_positions):
         return
-    positions = cast(Any, cache).layers[state.layer.cache_index].keys.positions if state.follows_positions else None
+    positions = cast(Any, cache).layers[call.cache_index].keys.positions if state.follows_positions else None
     places = call.repeated(cache=None), weakref.ref(cache), module.config
     call.forward.steps[state.kind] = Step(*places, mask, scaling, form_of(*states), factors, positions, taken, score)
 

@@ -14,10 +14,10 @@ from rope_patch.attention.chunk_runs import in_runs
 from rope_patch.attention.cudnn_kernels import CuDNN, CuDNNWindows
 from rope_patch.attention.executors import merged, reference
 from rope_patch.attention.pieces import Tile, clipped, tiles_of
-from rope_patch.attention.problem import Branch
 from rope_patch.attention.spans import Span
 from rope_patch.attention.tile_kernels import FlashCUDA
 from rope_patch.attention.trials import Trial
+from rope_patch.attention.turner import Branch
 from tests.attention.fake_cudnn import Frontend, Torch
 from tests.attention.test_flash_implementations import Flash
 from tests.attention.test_segmented import gradients_of, in_double, inputs_of, pairs_of, region, run_segmented

@@ -20,10 +20,10 @@ from rope_patch import RopePatchWarning, get_scheme, patch
 from rope_patch.attention import rotation_kernel
 from rope_patch.attention.executors import fused, reference
 from rope_patch.attention.executors.fused import Blocks
-from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.trials import Trial
-from rope_patch.attention.turner import Fused
+from rope_patch.attention.turner import Branch, Fused
 from rope_patch.schemes.slots import ALL_PAIRS
 from tests.attention.problems import whole
 from tests.attention.test_segmented import ROWS, inputs_of

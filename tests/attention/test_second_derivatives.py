@@ -9,9 +9,9 @@ import torch
 
 from rope_patch import patch
 from rope_patch.attention.executors import merged, reference
-from rope_patch.attention.problem import Branch
 from rope_patch.attention.rotation import rotate
 from rope_patch.attention.spans import find_spans
+from rope_patch.attention.turner import Branch
 from rope_patch.schemes.tools.rotary import half_split
 from rope_patch.training.chunked_loss import chunked_loss
 from tests.attention.problems import in_spans

@@ -14,12 +14,13 @@ from rope_patch.attention.bias import KeyTerm, tile_bias
 from rope_patch.attention.executors import merged, reference
 from rope_patch.attention.kernels import objection
 from rope_patch.attention.pieces import Tile, in_rows, tiles_of
-from rope_patch.attention.problem import Branch, Problem
+from rope_patch.attention.problem import Problem
 from rope_patch.attention.rotation import Rotation
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.tile_kernels import Dense, FlashCPU
 from rope_patch.attention.trials import Trial
+from rope_patch.attention.turner import Branch
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 from rope_patch.schemes.tools.rotary import half_split

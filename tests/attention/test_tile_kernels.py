@@ -9,10 +9,10 @@ import torch
 from rope_patch.attention import paths, tile_kernels
 from rope_patch.attention.executors import merged, products, reference
 from rope_patch.attention.pieces import Tile, tiles_of
-from rope_patch.attention.problem import Branch
 from rope_patch.attention.spans import Span, find_spans
 from rope_patch.attention.table import choose
 from rope_patch.attention.tile_kernels import Dense, FlashCPU, Merged, Work
+from rope_patch.attention.turner import Branch
 from tests.attention.problems import in_spans, supports
 from tests.attention.test_bidirectional import bias_of
 from tests.attention.test_segmented import (

@@ -23,7 +23,8 @@ def error_of(folder: Path, by_kernels: bool) -> float:
     """Of ReRoPE's two regions, relative to the norm."""
     from rope_patch import get_scheme
     from rope_patch.attention.executors import reference
-    from rope_patch.attention.problem import Branch, Problem
+    from rope_patch.attention.problem import Problem
+    from rope_patch.attention.turner import Branch
 
     if by_kernels:
         from kernels import get_local_kernel

@@ -10,12 +10,13 @@ import torch
 
 from rope_patch.attention.executors import reference
 from rope_patch.attention.merging import compiles
-from rope_patch.attention.problem import Branch, Output, Problem
+from rope_patch.attention.problem import Output, Problem
+from rope_patch.attention.rotation import Tables
 from rope_patch.attention.rotation_kernel import dense, launch, rotations
 from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import DistanceBias
 from rope_patch.attention.trials import Comparisons, Trial
-from rope_patch.attention.turner import Fused, Tables, Turner
+from rope_patch.attention.turner import Branch, Fused, Turner
 from rope_patch.schemes.slots import Region
 from rope_patch.schemes.tools.positions import Identity
 

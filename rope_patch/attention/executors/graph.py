@@ -16,11 +16,12 @@ from rope_patch.attention import paths
 from rope_patch.attention.bias import DiagonalTerm, KeyTerm, TileBias, has_terms, tile_bias
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.executors import decayed, merged
-from rope_patch.attention.problem import AttentionMode, Branch, Output, Problem
+from rope_patch.attention.problem import AttentionMode, Output, Problem
 from rope_patch.attention.spans import MOST_SPANS_PER_ROW, Span, find_spans
 from rope_patch.attention.table import Executor, Needs, choose
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Merged
+from rope_patch.attention.turner import Branch
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity

@@ -18,11 +18,11 @@ from rope_patch.attention.executors import chunked, reference
 from rope_patch.attention.intervals import Runs, end_points, runs_of
 from rope_patch.attention.kernels import kernel_for
 from rope_patch.attention.merging import merge, summed
-from rope_patch.attention.problem import Branch, Output, Problem
+from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.trials import Comparisons, Trial
-from rope_patch.attention.turner import Turner
+from rope_patch.attention.turner import Branch, Turner
 from rope_patch.schemes.slots import ALL_PAIRS, Region
 from rope_patch.schemes.tools.positions import Identity
 

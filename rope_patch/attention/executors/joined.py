@@ -31,9 +31,9 @@ from rope_patch.attention.behind_cache import (
 from rope_patch.attention.decay import Decay
 from rope_patch.attention.kernels import account, kernel_for
 from rope_patch.attention.merging import merge, summed
-from rope_patch.attention.pieces import Piece, Tile, few_queries
+from rope_patch.attention.pieces import Piece, Tile, few_queries, narrowed
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.rotation import EVERY, Rotate, narrowed
+from rope_patch.attention.rotation import EVERY, Rotate
 from rope_patch.attention.table import Executor
 from rope_patch.attention.tile_kernels import Work
 from rope_patch.attention.turner import Turner

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 
 from rope_patch.attention.behind_cache import NEEDS, added_to, blind_queries, by_plan, place_of, planned_pieces
-from rope_patch.attention.pieces import few_queries
+from rope_patch.attention.pieces import few_queries, narrowed
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.rotation import EVERY, narrowed
+from rope_patch.attention.rotation import EVERY
 from rope_patch.attention.table import Executor
 from rope_patch.attention.turner import Turner
 

@@ -22,13 +22,14 @@ from rope_patch.attention.executors import chunked
 from rope_patch.attention.kernels import account, kernel_for
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Piece
-from rope_patch.attention.problem import Branch, Output, Problem
+from rope_patch.attention.problem import Output, Problem
 from rope_patch.attention.rotation import EVERY, Rotation
 from rope_patch.attention.spans import Span
 from rope_patch.attention.sums import Gradient, Run, Sum
 from rope_patch.attention.table import Executor, Needs
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Biased, Kernel, Merged, Work
+from rope_patch.attention.turner import Branch
 from rope_patch.errors import UnsupportedModel
 from rope_patch.schemes.slots import ALL_PAIRS, Bounds, Region
 

@@ -28,13 +28,13 @@ from rope_patch.attention.behind_cache import (
 )
 from rope_patch.attention.kernels import has_flash
 from rope_patch.attention.one_query import Turned, factor_of, meets, turned
-from rope_patch.attention.pieces import Piece, few_queries
+from rope_patch.attention.pieces import Piece, few_queries, narrowed
 from rope_patch.attention.problem import Output, Problem
-from rope_patch.attention.rotation import EVERY, Rotate, narrowed
+from rope_patch.attention.rotation import EVERY, Rotate, Tables
 from rope_patch.attention.table import Executor
 from rope_patch.attention.tile_kernels import flash
 from rope_patch.attention.trials import Comparisons, Trial
-from rope_patch.attention.turner import Tables, Turner
+from rope_patch.attention.turner import Turner
 from rope_patch.schemes.tools.rotary import RotaryLayout, half_split
 
 MOST = 2**25
