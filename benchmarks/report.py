@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -23,6 +24,9 @@ RESULTS = Path(__file__).parent / "results"
 _HEADER = ("work", "yardstick", "time [quartiles]", "at most", "memory", "at most", "TFLOP/s", "met")
 TABLE = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)", re.DOTALL)
 """Where a page contains what was measured: docs/benchmarks.md the headline, and the site the table below it."""
+
+PROCESSORS = ("cpu.json", "cpu_epyc.json")
+"""The files of the processors on which all rows were measured."""
 
 GPU_TABLE = re.compile(TABLE.pattern.replace("measured", "measured on a GPU"), re.DOTALL)
 """Where docs/benchmarks.md contains what was measured on a GPU."""
@@ -125,18 +129,28 @@ def markdown(results: ResultFile) -> str:
     return "\n".join([*shown, "", *notes(results)])
 
 
-def headline(results: ResultFile) -> str:
-    """What the table comes to: how many targets are met, and the cost of the usual schemes, as markdown."""
-    rows = {row.name: row for row in results.rows}
-    targets = [row for row in results.rows if row.met is not None]
+def headline(*files: ResultFile) -> str:
+    """The table of several processors as markdown: the time of the usual schemes over plain attention, and the number of
+    targets that are met.
+    """
+    rows = [{row.name: row for row in file.rows} for file in files]
+
+    def times(names: Sequence[str]) -> list[str]:
+        shown = [[f"{scheme_of(name)} {_number(of[name].ratio)}" for name in names if name in of] for of in rows]
+        return [", ".join(each) for each in shown]
+
     lines = [
-        f"**{sum(bool(row.met) for row in targets)} of {len(targets)} targets are met.** Time over plain attention:",
-        "",
+        ["time over plain attention", *(file.facts["machine"]["processor"] for file in files)],
+        ["---"] * (1 + len(files)),
+        *([work, *times(names)] for work, names in HEADLINE.items()),
+        ["**targets that are met**", *map(_met, files)],
     ]
-    for work, names in HEADLINE.items():
-        shown = [f"{scheme_of(name)} {_number(rows[name].ratio)}" for name in names if name in rows]
-        lines.append(f"- {work}: {', '.join(shown)}")
-    return "\n".join(lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _met(file: ResultFile) -> str:
+    targets = [row.met for row in file.rows if row.met is not None]
+    return f"**{sum(targets)} of {len(targets)}**"
 
 
 def gpu_table(results: ResultFile) -> str:
@@ -208,7 +222,8 @@ def main() -> int:
         found = GPU_TABLE.sub(lambda _: f"{gpu_table(results)}\n", options.page.read_text())
         options.page.write_text(found)
     elif options.page:
-        options.page.write_text(TABLE.sub(lambda _: f"{headline(results)}\n", options.page.read_text()))
+        files = [ResultFile.read(RESULTS / name) for name in PROCESSORS]
+        options.page.write_text(TABLE.sub(lambda _: f"{headline(*files)}\n", options.page.read_text()))
         chart.save_ratios(results, options.page.parent / "images" / "benchmarks.png", HEADLINE, scheme_of)
     else:
         print(markdown(results))
