@@ -130,7 +130,7 @@ def markdown(results: ResultFile) -> str:
 
 
 def headline(*files: ResultFile) -> str:
-    """The table of several processors as markdown: the time of the usual schemes over plain attention, and the number of
+    """The table of several processors as markdown: the time of usual schemes over plain attention, and the number of
     targets that are met.
     """
     rows = [{row.name: row for row in file.rows} for file in files]
