@@ -101,10 +101,10 @@ def _with_field(flag: str, words: Sequence[str]) -> str:
     """The scheme of a command line, with the field that was typed as an option."""
     from rope_patch.schemes.registry import with_fields
 
-    joined = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    index = joined.index(flag)
-    value = joined[index + 1] if index + 1 < len(joined) else "..."
-    schemes = [after for word, after in pairwise(joined) if word == "--scheme"]
+    joined = [part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    after = joined[joined.index(flag) + 1 :]
+    value = after[0] if after and not after[0].startswith("--") else "..."
+    schemes = [named for word, named in pairwise(joined) if word == "--scheme"]
     scheme, field = schemes[-1] if schemes else "NAME", flag.lstrip("-").replace("-", "_")
     return scheme if f"{field}=" in scheme else with_fields(scheme, {field: value})
 

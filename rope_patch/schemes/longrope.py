@@ -96,16 +96,14 @@ class LongRoPE(Scheme):
         if not self.learned:
             return {}
         lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
-        if len(self.short_factor) != shape.pairs:
-            raise self._wrong_length(shape.pairs)
+        self._check_numbers(shape.pairs)
         if self.length is not None:
             is_long = self.length > (self.original_max_position_embeddings or shape.training_length)
             del lists["short_factor" if is_long else "long_factor"]
         return {name: torch.tensor(factors) for name, factors in lists.items()}
 
     def frequencies(self, rotary: RotarySpec, length: Lengths = None, weights: Weights = NO_WEIGHTS) -> Frequencies:
-        if len(self.short_factor) != rotary.dim // 2:
-            raise self._wrong_length(rotary.dim // 2)
+        self._check_numbers(rotary.dim // 2)
         trained = self.original_max_position_embeddings or rotary.training_length
         short, long = (self._slowed(rotary, name, weights) for name in ("short_factor", "long_factor"))
         temperature = self._temperature(trained)
@@ -122,9 +120,11 @@ class LongRoPE(Scheme):
         factors = weights[name].float() if name in weights else torch.tensor(getattr(self, name))
         return 1.0 / (factors * period.to(factors.device))
 
-    def _wrong_length(self, pairs: int) -> InvalidField:
-        numbers = len(self.short_factor)
-        return InvalidField(f"longrope: short_factor has {numbers} numbers; this checkpoint has {pairs} pairs")
+    def _check_numbers(self, pairs: int) -> None:
+        """Refuse a list without a number for each of the checkpoint's `pairs`; a damaged config has any number."""
+        for name in ("short_factor", "long_factor"):
+            if (numbers := len(getattr(self, name))) != pairs:
+                raise InvalidField(f"longrope: {name} has {numbers} numbers; this checkpoint has {pairs} pairs")
 
     def _temperature(self, trained: int) -> float:
         if self.attention_factor is not None:

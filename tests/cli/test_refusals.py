@@ -72,6 +72,8 @@ def test_a_terminal_shows_the_same_line(words, said):
         ("perplexity --config conf.yaml", "a YAML file is the first word: rope-patch COMMAND CONFIG.yaml"),
         ("perplexity --trust-remote-code", "is never run"),
         ("describe --scheme yarn --factor 4", "a field stands inside the scheme: write --scheme yarn:factor=4"),
+        ("describe --scheme yarn -factor=4", "a field stands inside the scheme: write --scheme yarn:factor=4"),
+        ("describe --scheme yarn --factor --json", "a field stands inside the scheme: write --scheme yarn:factor=..."),
         ("describe --scheme=yarn --target=4x", "write --scheme yarn:target=4x"),
         (
             "serve DIR --scheme self_extend:window=64 --group-size 4",

@@ -10,6 +10,7 @@ from rope_patch import InvalidField, LongRoPE, patch
 from rope_patch.attention.executors import chunked
 from rope_patch.attention.forward import Forward
 from rope_patch.attention.turner import Turner
+from rope_patch.models.rope_parameters import native_scheme
 from rope_patch.schemes import Checkpoint
 from rope_patch.schemes.slots import ALL_PAIRS
 from rope_patch.schemes.tools.rotary import RotaryLayout
@@ -191,3 +192,13 @@ def test_lists_of_the_wrong_length_are_named():
         LongRoPE((1.0,), (1.0, 2.0))
     with pytest.raises(InvalidField, match="short_factor has 2 numbers; this checkpoint has 8 pairs"):
         LongRoPE((1.0, 1.0), (1.0, 2.0)).frequencies(RotarySpec(16, 10000.0, 32))
+
+
+def test_a_damaged_config_is_named():
+    model = build("llama")
+    told = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}
+    model.config.rope_parameters = told
+    with pytest.raises(InvalidField, match="long_factor has 7 numbers; this checkpoint has 8 pairs"):
+        native_scheme(model).frequencies(RotarySpec(16, 10000.0, 32))
+    with pytest.raises(InvalidField, match="long_factor has 7 numbers"):
+        patch(model, "rerope", window=6)
