@@ -13,7 +13,7 @@ from benchmarks import attention
 from benchmarks.comparison import Shape
 from rope_patch.attention import merging
 from rope_patch.attention.cudnn_kernels import CuDNNWindows
-from rope_patch.attention.executors import merged
+from rope_patch.attention.executors import merged, products
 from rope_patch.attention.spans import Span
 from rope_patch.attention.sums import Gradient, Sum
 from tests.attention.fake_cudnn import Frontend
@@ -34,8 +34,9 @@ class Nothing(Frontend):
 
 @pytest.fixture
 def _stubs(monkeypatch):
-    """The kernels of a GPU, which compute nothing here."""
+    """The kernels of a GPU, which compute nothing here, on whatever processor."""
     Nothing().put(monkeypatch)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(merged, "kernel_for", lambda *_: CuDNNWindows(least=0))
     monkeypatch.setattr(merged, "summed", lambda out: out)
     monkeypatch.setattr(merging, "_fold", lambda *_: None)
