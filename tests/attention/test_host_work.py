@@ -36,7 +36,7 @@ class Nothing(Frontend):
 def _stubs(monkeypatch):
     """The kernels of a GPU, which compute nothing here, on whatever processor."""
     Nothing().put(monkeypatch)
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "_instructions", lambda: {"amx_bf16": True})
     monkeypatch.setattr(merged, "kernel_for", lambda *_: CuDNNWindows(least=0))
     monkeypatch.setattr(merged, "summed", lambda out: out)
     monkeypatch.setattr(merging, "_fold", lambda *_: None)
