@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch.nn.attention import SDPBackend
 
-from rope_patch.attention.chunk_runs import longer, of_blocks, queries_of
+from rope_patch.attention.chunk_runs import keys_of, longer, queries_of
 from rope_patch.attention.merging import merge, summed
 from rope_patch.attention.pieces import Tile
-from rope_patch.attention.squares import Square, squares_of
+from rope_patch.attention.squares import squares_of
 from rope_patch.attention.terms import upcast
 from rope_patch.attention.tile_kernels import Dense, FlashCUDA, Merged, Tensors, Work
 from rope_patch.attention.trials import Comparisons, Trial
@@ -306,29 +306,24 @@ def _by_squares(gradients: Callable[[Work, Merged], Tensors], work: Work, merged
     return of_q.to(work.q.dtype), of_k.to(work.k.dtype), of_v.to(work.v.dtype)
 
 
-def _in_square(square: Square, work: Work, row: int) -> Work:
+def _in_square(square: Tile, work: Work, row: int) -> Work:
     """The work of a run of squares in one row of the batch; the squares become the batch."""
     q = _turned(square, _queries(square, work.q[row]))
     k, v = (_turned(square, _keys(square, x[row])) for x in (work.k, work.v))
     kind: Literal["full", "causal"] = "full" if square.kind == "full" else "causal"
-    return Work(q, k, v, Tile(0, square.rows, 0, square.columns, kind), work.scale)
+    return Work(q, k, v, Tile(0, q.shape[2], 0, k.shape[2], kind), work.scale)
 
 
-def _turned(square: Square, x: torch.Tensor) -> torch.Tensor:
+def _turned(square: Tile, x: torch.Tensor) -> torch.Tensor:
     """Reverse queries or keys of an upper triangle, which makes it a causal one; a second call undoes it."""
     return x.flip(2) if square.kind == "upper" else x
 
 
-def _queries(square: Square, x: torch.Tensor) -> torch.Tensor:
-    """A view of the rows of a run of squares, `(count, heads, rows, ...)`, of `(heads, length, ...)`."""
-    return _run(square, x, square.q, square.rows)
+def _queries(square: Tile, x: torch.Tensor) -> torch.Tensor:
+    """A view of the queries of a run of squares, `(count, heads, rows, ...)`, of `(heads, length, ...)`."""
+    return queries_of(x[None, :, square.queries], square)
 
 
-def _keys(square: Square, x: torch.Tensor) -> torch.Tensor:
-    """A view of the columns of a run of squares, `(count, kv_heads, columns, dim)`, of `(kv_heads, length, dim)`."""
-    return _run(square, x, square.k, square.columns)
-
-
-def _run(square: Square, x: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    stop = start + (square.count - 1) * square.step + size
-    return of_blocks(x[None, :, start:stop], size, square.step)[0]
+def _keys(square: Tile, x: torch.Tensor) -> torch.Tensor:
+    """A view of the keys of a run of squares, `(count, kv_heads, columns, dim)`, of `(kv_heads, length, dim)`."""
+    return keys_of(x[None, :, square.keys], square)

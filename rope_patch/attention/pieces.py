@@ -23,8 +23,8 @@ class Tile:
     """Queries `q0:q1` against keys `k0:k1` of a span, or a run of such tiles, of which these are the first one's.
 
     Attributes:
-        kind: `full` (all pairs), `causal` (row i sees keys up to i of the tile), or `band`; `stairs` is a run of full
-            tiles, each of which sees all keys of the last and `step` more.
+        kind: `full` (all pairs), `causal` (row i sees keys up to i of the tile), `upper` (row i sees keys from i on),
+            or `band`; `stairs` is a run of full tiles, each of which sees all keys of the last and `step` more.
         distance: from the first query to the first key, in tokens.
         low, high: for a band, the pairs at low <= distance < high.
         count: how many tiles a run has, each `step` queries behind the last, and `step` keys unless they are stairs.
@@ -35,7 +35,7 @@ class Tile:
     q1: int
     k0: int
     k1: int
-    kind: Literal["full", "causal", "band", "stairs"] = "full"
+    kind: Literal["full", "causal", "upper", "band", "stairs"] = "full"
     low: int = 0
     high: int = 0
     distance: int = 0

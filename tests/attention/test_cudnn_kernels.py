@@ -74,13 +74,14 @@ def test_squares_cover_a_band_once(length, offset, low, high):
         tile = dataclasses.replace(tile, kind="band", low=low, high=low + length, distance=low)
     counted = torch.zeros(tile.q1 - tile.q0, tile.k1 - tile.k0, dtype=torch.int8)
     for square in squares_of(tile):
-        assert square.kind == "full" or square.rows == square.columns
-        every = torch.ones(square.rows, square.columns, dtype=torch.int8)
+        rows, columns = square.q1 - square.q0, square.k1 - square.k0
+        assert square.kind == "full" or rows == columns
+        every = torch.ones(rows, columns, dtype=torch.int8)
         pairs = {"full": every, "causal": every.tril(), "upper": every.triu()}[square.kind]
         for number in range(square.count):
-            q, k = square.q + number * square.step, square.k + number * square.step
+            q, k = square.q0 + number * square.step, square.k0 + number * square.step
             assert min(q, k) >= 0
-            counted[q : q + square.rows, k : k + square.columns] += pairs
+            counted[q : q + rows, k : k + columns] += pairs
     assert torch.equal(counted, pairs_of(tile).to(torch.int8))
 
 

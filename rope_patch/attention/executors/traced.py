@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -20,25 +20,6 @@ from rope_patch.attention.tile_kernels import Dense, FlashCPU, Work
 from rope_patch.attention.turner import Turner
 from rope_patch.schemes.slots import Region
 
-
-class Part(NamedTuple):
-    """A region of a traced call: its slots of the cache, and the term added to their scores.
-
-    Shape:
-        queries `(batch, kv_heads, group, head_dim)`, keys and values `(batch, kv_heads, slots, dim)`, added
-        `(batch or 1, kv_heads or 1, group or 1, slots)`, in the dtype of scores.
-
-    Attributes:
-        whole: whether its slots are those of the whole cache, in order.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    added: torch.Tensor
-    whole: bool
-
-
 supports = dataclasses.replace(NEEDS, compiling=True, one_query=True, decays=False)
 """One query of a compiled model."""
 
@@ -49,7 +30,7 @@ def attend(problem: Problem) -> Output:
     """
     turner, value = cast(Turner, problem.turner), problem.value
     parts = [_part(problem, turner, region) for region in turner.regions]
-    out, largest = (_by_kernel if _suits_kernel(value) else _by_one_softmax)(parts, problem.scaling)
+    out, largest = _by_kernel(parts) if _suits_kernel(value) else _by_one_softmax(parts, problem.kv_length)
     out = out.masked_fill(largest <= torch.finfo(out.dtype).min / 2, 0)  # a bias may hide all keys
     return out.to(value.dtype).flatten(1, 2)[:, :, None], None
 
@@ -68,7 +49,10 @@ def _kernel(problem: Problem) -> str:
 EXECUTOR = Executor("traced", "one query of a compiled model, one softmax", supports, attend, planned_pieces, _kernel)
 
 
-def _part(problem: Problem, turner: Turner, region: Region) -> Part:
+def _part(problem: Problem, turner: Turner, region: Region) -> Work:
+    """The work of a region: its slots of the cache, and the term added to their scores. Query heads that share a key
+    head are the queries of one tile.
+    """
     query, key = cast(tuple[torch.Tensor, torch.Tensor], (problem.query, problem.key))
     value, m = problem.value, problem.query_positions
     visible = problem.mask if problem.groups is None else problem.visible()
@@ -86,7 +70,8 @@ def _part(problem: Problem, turner: Turner, region: Region) -> Part:
     added = added_to_one(problem, seen, distance, slots)
     queries = of_one_group(turner.turn(query, region, "query"), value)
     keys = turner.turn(key[:, :, slots], region, "key", slots)
-    return Part(queries, keys, value[:, :, slots], added, slots is EVERY)
+    tile = Tile(0, queries.shape[2], 0, keys.shape[2])
+    return Work(queries, keys, value[:, :, slots], tile, problem.scaling, added)
 
 
 def of_one_group(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -115,51 +100,54 @@ def added_to_one(
     return torch.where(seen, added.clamp(min=lowest), lowest)
 
 
-def _by_kernel(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_kernel(parts: list[Work]) -> tuple[torch.Tensor, torch.Tensor]:
     """Score each part by the CPU's kernel and merge them by LSE: output in the dtype of scores, `(batch, kv_heads,
     group, value_dim)`, and log-sum-exp, `(batch, kv_heads, group, 1)`.
     """
     outputs, sums = [], []
-    for queries, keys, values, added, _ in parts:
-        tile = Tile(0, queries.shape[2], 0, keys.shape[2])
-        out, lse = FlashCPU().scored(Work(queries, keys, values, tile, scaling, added))
+    for part in parts:
+        out, lse = FlashCPU().scored(part)
         outputs.append(upcast(out))
         sums.append(lse[..., None])
     total = torch.stack(sums).logsumexp(dim=0)
     return sum((out * (lse - total).exp() for out, lse in zip(outputs, sums, strict=True)), start=0 * total), total
 
 
-def _by_one_softmax(parts: list[Part], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_one_softmax(parts: list[Work], kv_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Score all parts by products with one softmax: the output, `(batch, kv_heads, group, value_dim)`, and the largest
     score, `(batch, kv_heads, group, 1)`.
     """
-    scores, values = _without_repeats([_products(part) * scaling + part.added for part in parts], parts)
+    scores, values = _without_repeats([_scores(part) for part in parts], parts, kv_length)
     joined = torch.cat(scores, dim=-1)
     weights = joined.softmax(dim=-1).split([x.shape[-1] for x in scores], dim=-1)
     outputs = (_mean(w, v) for w, v in zip(weights, values, strict=True))
     return sum(outputs, start=joined.new_zeros(())), joined.amax(dim=-1, keepdim=True)
 
 
-def _without_repeats(scores: list[torch.Tensor], parts: list[Part]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _without_repeats(
+    scores: list[torch.Tensor], parts: list[Work], kv_length: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Join the scores of all parts that are the whole cache: a query sees a slot in one region, and the scores of all
     others have the lowest number there. So values are read once.
 
     Returns:
         the scores, and for each the values that they weigh.
     """
-    narrow = [(x, part.values) for x, part in zip(scores, parts, strict=True) if not part.whole]
-    of_cache = [(x, part.values) for x, part in zip(scores, parts, strict=True) if part.whole]
+    narrow = [(x, part.v) for x, part in zip(scores, parts, strict=True) if part.v.shape[2] < kv_length]
+    of_cache = [(x, part.v) for x, part in zip(scores, parts, strict=True) if part.v.shape[2] == kv_length]
     if of_cache:
         every = functools.reduce(torch.maximum, (x for x, _ in of_cache))
         narrow.append((every, of_cache[0][1]))
     return [x for x, _ in narrow], [v for _, v in narrow]
 
 
-def _products(part: Part) -> torch.Tensor:
-    """Multiply the queries of a part by its keys: `(batch, kv_heads, group, slots)`, in the dtype of scores."""
-    if not _compiles_sums(part.keys):
-        return product(part.queries, part.keys.mT)
-    return (upcast(part.queries)[:, :, :, None] * upcast(part.keys)[:, :, None]).sum(dim=-1)
+def _scores(part: Work) -> torch.Tensor:
+    """The scores of a part, `(batch, kv_heads, group, slots)`, in their dtype."""
+    if _compiles_sums(part.k):
+        products = (upcast(part.q)[:, :, :, None] * upcast(part.k)[:, :, None]).sum(dim=-1)
+    else:
+        products = product(part.q, part.k.mT)
+    return products * part.scale + cast(torch.Tensor, part.mask)
 
 
 def _mean(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
