@@ -86,7 +86,7 @@ def _on_cpu() -> Iterator[Comparison | Figure]:
 
 TABLE = ("graphs", "breaks", "forward", "training", "token", "read")
 """Groups of rows on a GPU that a user meets first: what `make gpu` measures before the others."""
-COMPILED = ("generate", "one_rotation", "mode")
+COMPILED = ("generate", "traced", "mode")
 """Groups of rows whose sides are compiled, each in a process of its own: `benchmarks.compiled`."""
 PARTS = ("part", "part-training", "value", "executor")
 """Groups whose rows time kernels and executors alone, or compare their values."""
@@ -103,7 +103,7 @@ def _table(whole: Shape, lengths: Sequence[Shape]) -> Iterator[Comparison | Figu
     """
     small = Shape(256, 4, 4, 32, "bfloat16", "cuda")
     yield from (_generate("generate", scheme, whole) for scheme in _BY_REGIONS)
-    yield from (_generate("one_rotation", scheme, whole, executor="one_rotation") for scheme in _BY_REGIONS)
+    yield from (_generate("traced", scheme, whole, executor="traced") for scheme in _BY_REGIONS)
     for scheme in _OF_ALL_KINDS:
         name, work = f"{scheme.partition(':')[0]}/{small.dtype}", f"{scheme}, tokens after a static cache"
         reads = {"graphs": (launches.graphs, 1), "breaks": (launches.breaks, 0)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -132,11 +134,10 @@ def generated(
         layers: of the model.
         mode: of the compiler; `reduce-overhead`, which Transformers asks for, records CUDA graphs.
         backend: of the compiler; default `inductor` on a GPU. A CPU, whose compiler takes minutes, traces alone.
-        executor: one that is otherwise only taken by its name; this process prefers it from here on.
+        executor: one that this process prefers from here on.
     """
     if executor:
-        engine.ROWS = _preferring(executor, engine.ROWS)
-        engine.TABLE = {device: _preferring(executor, rows) for device, rows in engine.TABLE.items()}
+        prefer(executor)
     model = llama(shape, layers)
     if scheme:
         patch(model, spec(scheme, shape.length))
@@ -158,8 +159,28 @@ def generated(
     return Side(run, reset=read)
 
 
-def _preferring(executor: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    return tuple(replace(row, by_name=False) if row.executor.name == executor else row for row in rows)
+def prefer(executor: str) -> None:
+    """Ask an executor before all others, also one that is otherwise only taken by its name, from here on."""
+    engine.ROWS = preferring(executor, engine.ROWS)
+    engine.TABLE = {device: preferring(executor, rows) for device, rows in engine.TABLE.items()}
+
+
+@contextmanager
+def preferred(executor: str | None) -> Iterator[None]:
+    """`prefer` an executor, if one is named, while it is entered."""
+    rows, table = engine.ROWS, engine.TABLE
+    if executor:
+        prefer(executor)
+    try:
+        yield
+    finally:
+        engine.ROWS, engine.TABLE = rows, table
+
+
+def preferring(executor: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows of a table with those of an executor first."""
+    own = [replace(row, by_name=False) for row in rows if row.executor.name == executor]
+    return (*own, *(row for row in rows if row.executor.name != executor))
 
 
 def _shorten(cache: DynamicCache, length: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from benchmarks import report
+from benchmarks import ahead, report
 from benchmarks.results import ResultFile, Row
 from rope_patch.doctor.versions import older
 from rope_patch.evaluation.row import Rows
@@ -156,6 +156,15 @@ def ratio(name: str, shown: dict[str, Row]) -> str:
     found = shown[f"{name}/bfloat16"].ratio
     assert found is not None, name
     return f"{found:.2f}"
+
+
+def test_tokens_compiled_ahead() -> None:
+    found = json.loads((ROOT / "benchmarks/results/ahead.json").read_text())["tokens"]
+    assert "\n".join(ahead.table([ahead.Token(**row) for row in found])) in (ROOT / "docs/benchmarks.md").read_text()
+    kernels = {row["scheme"]: row["kernels"] for row in found if row["executor"] is None}
+    told = f"starts {kernels['rerope']} generated kernels under ReRoPE, where it started 87 and the unpatched model"
+    changes = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    assert f"{told} starts {kernels[None]}" in changes
 
 
 def test_the_h200() -> None:

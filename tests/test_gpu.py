@@ -176,7 +176,7 @@ def test_a_row_that_does_not_compile_is_a_row_and_stops_no_other(tmp_path):
 
 def test_a_compiled_row_that_is_not_there_is_named(tmp_path, capsys):
     assert compiled.main(["--device", "cpu", "--only", "generate/none", "--out", str(tmp_path)]) == 2
-    assert "there are generate, one_rotation, mode" in capsys.readouterr().err
+    assert "there are generate, traced, mode" in capsys.readouterr().err
 
 
 def test_a_call_is_profiled_once_and_an_error_is_kept(tmp_path, monkeypatch, capsys):

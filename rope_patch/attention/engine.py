@@ -112,13 +112,13 @@ _AROUND = (
 )
 """Executors that cut a call, or hide it from a compiler, and ask the table again inside."""
 _ONE_QUERY = (
-    Row(one_rotation.EXECUTOR, by_name=True),  # until a GPU measurement says that it is faster than `traced`
     Row(one_call.EXECUTOR, modes=("segmented", "joined")),
     Row(traced.EXECUTOR, modes=("segmented", "joined")),
 )
 ROWS: tuple[Row, ...] = (
     Row(fused.EXECUTOR, by_name=True),
     Row(flex.EXECUTOR, by_name=True),
+    Row(one_rotation.EXECUTOR, by_name=True),  # on a CPU, `traced` gathers a narrow region, and its kernel reads less
     *_ONE_QUERY,
     Row(masked.EXECUTOR, modes=("segmented",)),
     Row(joined.EXECUTOR, modes=("segmented",)),
@@ -130,6 +130,8 @@ ROWS: tuple[Row, ...] = (
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "cuda": (
+        # for a token of a compiled model it starts fewer kernels than `traced` (`python -m benchmarks.ahead`)
+        Row(one_rotation.EXECUTOR),
         *_ONE_QUERY,
         Row(joined.EXECUTOR, _without_flash),
         Row(fused.EXECUTOR, _with_flash),

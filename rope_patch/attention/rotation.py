@@ -27,8 +27,10 @@ def rotate(layout: RotaryLayout, x: torch.Tensor, cos: torch.Tensor, sin: torch.
         x `(batch, heads, length, head_dim)`, cos `(batch or 1, 1, length, head_dim)`, sin `(batch or 1, 1, length,
         d/2)`; returns that of x.
     """
+    if traced():
+        return layout.rotate_in_graph(x, cos, sin)
     learned = cos.requires_grad or sin.requires_grad
-    if torch.is_grad_enabled() and x.requires_grad and not learned and not traced():
+    if torch.is_grad_enabled() and x.requires_grad and not learned:
         return cast(torch.Tensor, _Rotation.apply(x, cos, sin, layout))
     return layout.rotate_wide(x, cos, sin)
 

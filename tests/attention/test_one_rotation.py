@@ -7,10 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
-from benchmarks.models import _preferring
+from benchmarks.models import preferring
 from rope_patch import patch
 from rope_patch.attention import engine
 from rope_patch.attention.executors import one_rotation
+from rope_patch.attention.table import choose
 from rope_patch.patching import find_handle
 from tests.families import build
 
@@ -64,7 +65,7 @@ def test_a_compiled_model_takes_it_where_it_is_preferred(spec, monkeypatch):
         else row
         for row in engine.ROWS
     )
-    monkeypatch.setattr(engine, "ROWS", _preferring("one_rotation", rows))
+    monkeypatch.setattr(engine, "ROWS", preferring("one_rotation", rows))
     torch._dynamo.reset()
     found = steps(model, call=torch.compile(model, backend="eager", fullgraph=True))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
@@ -84,6 +85,20 @@ def test_it_is_one_call_of_attention_and_two_rotations():
         one_rotation.attend(problem)
     assert sum("attention" in name for name in calls) == 1
     assert not [name for name in calls if name in ("mm", "bmm", "softmax", "_softmax", "index")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "executor"),
+    [
+        ("rerope:window=6", "one_rotation"),
+        ("dca:chunk_size=9,local_window=2", "one_rotation"),
+        ("ms_poe:min_factor=1,max_factor=2", "traced"),
+    ],
+)
+def test_a_gpu_prefers_it(spec, executor):
+    problem = problem_of(spec)
+    assert choose(engine.TABLE["cuda"], problem).name == executor
+    assert choose(engine.TABLE["cuda"], problem.replaced(mode="segmented")).name == "traced"
 
 
 def test_what_it_refuses():

@@ -193,20 +193,22 @@ def test_the_layout_of_every_family_is_measured(model, family, dtype):
             assert (layer.layout.first, layer.layout.second) == LAYOUTS[family]
 
 
-@pytest.mark.parametrize("name", ["half_split", "interleaved", "scattered"])
+@pytest.mark.parametrize("name", ["half_split", "interleaved", "scattered", "whole_head"])
 def test_every_layout_rotates_its_pairs(name):
     first, second = {
         "half_split": ((1, 2), (3, 4)),
         "interleaved": ((0, 2), (1, 3)),
         "scattered": ((0, 5), (3, 1)),
+        "whole_head": ((0, 1, 2), (3, 4, 5)),
     }[name]
     layout = RotaryLayout(first, second)
-    x, angle = torch.randn(2, 3, 7, 6, dtype=torch.float64), torch.randn(2, 1, 7, 2, dtype=torch.float64)
+    x, angle = torch.randn(2, 3, 7, 6, dtype=torch.float64), torch.randn(2, 1, 7, len(first), dtype=torch.float64)
     expected = x.clone()
     for pair, (a, b) in enumerate(zip(first, second, strict=True)):
         turned = torch.complex(x[..., a], x[..., b]) * torch.exp(1j * angle[..., pair])
         expected[..., a], expected[..., b] = turned.real, turned.imag
     torch.testing.assert_close(layout.rotate(x, angle.cos(), angle.sin()), expected)
+    torch.testing.assert_close(layout.rotate_in_graph(x, layout.wide(angle.cos(), 6), angle.sin()), expected)
     eye, exchange = layout.basis(x)
     cos, sin = (layout.wide(table[:, :, :1], 6) for table in (angle.cos(), angle.sin()))
     matrix = eye * cos + exchange * sin

@@ -138,6 +138,15 @@ class RotaryLayout:
                 rotated[..., half] = part
         return rotated
 
+    def rotate_in_graph(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Like `rotate_wide`, for a compiler: it rotates x `(batch, heads, length, head_dim)`. Where one half of a head
+        follows the other, it writes no part of a tensor, so the compiler fuses it with what surrounds it into one kernel.
+        """
+        dims = x.shape[-1]
+        if not self.fills(dims):
+            return self.rotate_wide(x, cos, sin)
+        return torch.addcmul(x * cos, x.roll(dims // 2, dims=-1), self.signed(sin, dims))
+
     def basis(self, like: torch.Tensor, scaling: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrices I and P, each `(head_dim, head_dim)`, times `scaling`, such that x (I cos + P sin) = R x, with
         `wide` cos and sin. They have the dtype and the device of `like`, `(..., head_dim)`.
