@@ -1,10 +1,11 @@
-"""What a token of a compiled model starts on a GPU that the machine lacks, and whether CUDA graphs hold it.
+"""Count the kernels that a token of a compiled model starts on a GPU that the machine lacks.
 
     python -m benchmarks.ahead                                  the table, four minutes
     python -m benchmarks.ahead --only rerope dca --by traced    some schemes, by one executor
 
-Inductor compiles the step of `generate/*` for an H100 from tensors without values. It needs a build of PyTorch for
-CUDA (`pip install torch==2.11.0`), and neither a GPU nor a driver. Kernels and bytes do not predict a time.
+Inductor compiles the step of `generate/*` for an H100 from tensors without values, and says whether it gives up CUDA
+graphs. It needs a build of PyTorch for CUDA (`pip install torch==2.11.0`), and neither a GPU nor a driver. Kernels and
+bytes do not predict a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,9 +33,11 @@ from benchmarks.comparison import Shape
 from benchmarks.models import llama, preferred
 
 SCHEMES = ("plain", "yarn:factor=4", "logn", "rerope", "self_extend", "dca")
-"""One of each kind, without biases: the slopes of ALiBi are a tensor with values, which needs the device."""
+"""The schemes of the table, one of each kind. ALiBi is not among them: its slopes are a tensor with values, which needs
+the device.
+"""
 WITH_REGIONS = ("rerope", "self_extend", "dca")
-"""Those whose token an executor computes; the others keep the attention of the model."""
+"""The schemes of the table whose token an executor computes; the others keep the attention of the model."""
 SHAPE = Shape(8192, 32, 8, 64, "bfloat16")
 DEVICE = torch.device("cuda", 0)
 NEW = 64
@@ -56,16 +59,15 @@ HOPPER = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Token:
-    """What a compiled token consists of.
+    """The kernels of a compiled token.
 
     Attributes:
         scheme: of the model; None if it is not patched.
         executor: that computes it; None for the one that the table takes.
         layers: of the model.
         kernels: that Inductor generates.
-        calls: of kernels from a library: matrix products, attention.
-        megabytes: that all of them read and write, by Inductor's count of each kernel's arguments. A kernel of
-            attention is counted by its arguments too.
+        calls: kernels of a library: matrix products and attention.
+        megabytes: what all kernels read and write, by the sizes of their arguments, as Inductor counts them.
         skipped: how often Inductor gives up CUDA graphs.
     """
 
@@ -99,7 +101,7 @@ def token(scheme: str | None, executor: str | None = None, layers: int = 4, shap
     model = llama(shape, layers)
     if scheme:
         patch(model, spec(scheme, shape.length))
-    without_values, graphs, code = FakeTensorMode(), [], list[str]()
+    without_values, graphs = FakeTensorMode(), []
     with preferred(executor), _absent_gpu(), torch.no_grad():
         with without_values:
             cache = _emptied(model, shape)
@@ -111,7 +113,7 @@ def token(scheme: str | None, executor: str | None = None, layers: int = 4, shap
 
             torch._dynamo.reset()
             torch.compile(model, backend=kept, fullgraph=True)(ids, past_key_values=cache, position_ids=positions)
-        return replace(_lowered(*graphs[0], code), scheme=scheme, executor=executor, layers=layers)
+        return Token(scheme, executor, layers, **_lowered(*graphs[0]))
 
 
 def _emptied(model: nn.Module, shape: Shape) -> StaticCache:
@@ -132,8 +134,8 @@ def _emptied(model: nn.Module, shape: Shape) -> StaticCache:
     return cache
 
 
-def _lowered(graph: Any, inputs: Any, code: list[str]) -> Token:
-    """Generate the code of a graph, and count what it starts."""
+def _lowered(graph: Any, inputs: Any) -> dict[str, Any]:
+    """Generate the code of a graph, and count what it starts: the fields of a `Token` from `kernels` on."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.graph import GraphLowering
 
@@ -144,21 +146,24 @@ def _lowered(graph: Any, inputs: Any, code: list[str]) -> Token:
         module.__file__, module.call = __file__, lambda _: None  # type: ignore[attr-defined]
         return module
 
-    moved: list[int] = []
+    code, moved = list[str](), list[int]()
     counters.clear()
     options = {"compile_threads": 1, "force_disable_caches": True, "graph_partition": False}
     options |= {"joint_graph_constant_folding": False, "triton.cudagraphs": True}
     with (
         mock.patch.object(GraphLowering, "_compile_to_module_lines", not_loaded),
-        mock.patch.object(torch.cuda, "is_available", return_value=True),  # while a model is traced, it would be asked
+        mock.patch.object(torch.cuda, "is_available", return_value=True),  # not earlier: tracing would ask the driver
         config.patch(options),
     ):
         compile_fx(graph, inputs)
-    (written,) = code
+    (written,), (size,) = code, moved
     begun = written[written.index("def call(") :].splitlines()
-    calls = sum("extern_kernels." in line or " = torch.ops.aten." in line for line in begun if "#" not in line)
-    skipped = counters["inductor"]["cudagraph_skips"]
-    return Token(None, None, 0, sum(".run(" in line for line in begun), calls, round(moved[0] / 1e6, 1), skipped)
+    return {
+        "kernels": sum(".run(" in line for line in begun),
+        "calls": sum("extern_kernels." in line or " = torch.ops.aten." in line for line in begun if "#" not in line),
+        "megabytes": round(size / 1e6, 1),
+        "skipped": counters["inductor"]["cudagraph_skips"],
+    }
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def test_a_graph_with_a_tensor_of_the_cpu_is_skipped():
     with ahead._absent_gpu(), torch._subclasses.FakeTensorMode():
         on_gpu, on_cpu = torch.ones(8, device=ahead.DEVICE), torch.ones(8)
         graph = torch.fx.symbolic_trace(lambda x, y: (x + 1, y + 1))
-        assert ahead._lowered(graph, [on_gpu, on_cpu], []).skipped == 1
+        assert ahead._lowered(graph, [on_gpu, on_cpu])["skipped"] == 1
 
 
 def test_a_build_without_cuda_says_what_to_install(monkeypatch, capsys):

@@ -140,7 +140,7 @@ class RotaryLayout:
 
     def rotate_in_graph(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Like `rotate_wide`, for a compiler: it rotates x `(batch, heads, length, head_dim)`. Where one half of a head
-        follows the other, it writes no part of a tensor, so the compiler fuses it into one kernel with others.
+        follows the other, it writes no part of a tensor, so that the compiler makes one kernel of the whole rotation.
         """
         dims = x.shape[-1]
         if not self.fills(dims):
