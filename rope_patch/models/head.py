@@ -84,6 +84,17 @@ def _gathered(model: nn.Module) -> Iterator[None]:
             part._forward_pre_hooks, part._forward_hooks = before, after
             if not torch.is_grad_enabled():
                 part.reshard()
+                _end_forward(part)
+
+
+def _end_forward(part: Any) -> None:
+    """End a forward of parts that FSDP2 shards together, such as the last norm and a head whose hooks did not run. A
+    backward ends it too, and newer releases of torch end it by themselves; torch 2.11 would wait for the head, and run
+    the norm on sharded weights in the next forward.
+    """
+    state = part._get_fsdp_state()
+    if not hasattr(state, "_force_complete_incomplete_states"):
+        state._modules_to_run_forward.clear()
 
 
 def separate_stack(model: PreTrainedModel) -> nn.Module:
