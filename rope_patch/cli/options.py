@@ -186,11 +186,22 @@ def parse(options: type[T], words: Sequence[str], prog: str = "") -> T:
         if not end.code:
             raise
     text = sentence_of(shown.getvalue())
+    if lacking := re.fullmatch(r"(--\S+) needs a value", text):
+        text = f"{text}; write {lacking[1]} {_value_of(lacking[1], options)}"
     label, _, stray = text.partition(": ")
     raise no_place(stray.split(", "), allowed) if label == "Unrecognized options" else EvaluationError(text)
 
 
 _OPTION = re.compile(r"--|-(?!inf|nan)[A-Za-z]")
+
+
+def _value_of(flag: str, options: type) -> str:
+    """The value that an option takes, as the help writes it: `N|Nx`, `INT` or `{all,last}`."""
+    shown = io.StringIO()
+    with contextlib.suppress(SystemExit), _drawn_plainly(shown):
+        tyro.cli(options, args=["--help"])
+    written = re.search(rf"{flag} ([^\s\]]+)", shown.getvalue())
+    return written[1] if written else "VALUE"
 
 
 @contextlib.contextmanager

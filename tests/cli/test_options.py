@@ -81,7 +81,8 @@ def test_a_file_gives_the_same_and_the_command_line_overrules_it(tmp_path):
         (["--lengths", "x2"], ["--lengths", "'x2'", "256,512", "1x,2x"]),
         (["--lengths", "3", "--protocol", "lst"], ["--protocol", "'lst'", "'last'"]),
         (["--lengths", "3", "--targets", "x"], ["--targets", "'x' is not a whole number"]),
-        (["--lengths", "3", "--seed"], ["--seed needs a value"]),
+        (["--lengths", "3", "--seed"], ["--seed needs a value; write --seed INT"]),
+        (["--lengths", "3", "--protocol"], ["--protocol needs a value; write --protocol {"]),
         (["--lengths", "3", "--learning-rate", "fast"], ["--learning-rate", "'fast' is not a number"]),
     ],
 )
