@@ -48,8 +48,7 @@ class Reaching(Combined):
         given = {name: getattr(self.placeholder, name) for name in self.given}
         if isinstance(self.target, int) and is_multiple(self.target, checkpoint.max_length):
             raise InvalidField(
-                f"{self.placeholder.name}: target={self.target} is a length in tokens; for {self.target} times the "
-                f"length that the model reads today, write target='{self.target}x'"
+                f"{self.placeholder.name}: target={self.target} is a length in tokens{_times(self.target)}"
             )
         if self.target != "auto":
             tokens = _tokens(self.target, checkpoint.max_length)
@@ -94,15 +93,26 @@ def filled_for(kind: type[Scheme], target: Any) -> dict[str, Any]:
         raise InvalidField(
             f"{kind.name}: target={target!r} is not allowed; target must be a whole number of tokens from 1 to "
             f"{LONGEST:g}, a multiple of the training length such as 4x, or auto for commands that measure lengths and "
-            f"fields that follow from the checkpoint{_in_tokens(target)}"
+            f"fields that follow from the checkpoint{_instead(target)}"
         )
     return kind.fields_for(Target(kind.name, target, _VAST, {}))
 
 
-def _in_tokens(target: Any) -> str:
-    """The line to write for a target in thousands (`8k`), which may mean 1,000 or 1,024 tokens each."""
-    thousands = re.fullmatch(r"(\d{1,6})k", target, re.IGNORECASE) if isinstance(target, str) else None
-    return f"; if k is 1024, write target={int(thousands[1]) * 1024}" if thousands else ""
+def _instead(target: Any) -> str:
+    """The line to write for a whole number in quotes or with a point, and for thousands (`8k`), which may mean 1,000 or
+    1,024 tokens each.
+    """
+    number = re.fullmatch(r"0*([1-9]\d{0,11})(\.0+|k)?", str(target), re.IGNORECASE)
+    if number is None:
+        return ""
+    tokens = int(number[1])
+    if (number[2] or "").lower() == "k":
+        return f"; if k is 1024, write target={tokens * 1024}"
+    return _times(tokens) if is_multiple(tokens) else f"; write target={tokens}"
+
+
+def _times(number: int) -> str:
+    return f"; for {number} times the length that the model reads today, write target='{number}x'"
 
 
 def _tokens(target: int | str, trained: int) -> int:
