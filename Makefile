@@ -85,10 +85,11 @@ nightly-tests: $(VENV)/.test
 # the lower bounds of the dependencies, such as torch==2.11.0
 OLDEST = $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9]+[.][0-9]+).*/\1==\2.0/p' pyproject.toml)
 
+# NumPy 2.4 no longer turns an array of one number into a number, as the interpreter of Triton 3.6 expects
 oldest:
 	@echo "== tests on $(OLDEST), in an environment of its own: $(OLDEST_VENV)"
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile $(OLDEST) -e ".[test]"
+	$(OLDEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile $(OLDEST) "numpy<2.4" -e ".[test]"
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal $(OPTIONS)
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n auto --dist worksteal --all-families \
 		tests/contract/test_compile.py tests/contract/test_graphs.py $(OPTIONS)

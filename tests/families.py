@@ -8,7 +8,9 @@ import inspect
 import os
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -215,7 +217,7 @@ FAMILIES = {
 GENERIC = {**_LATENT, **_DEEP}
 """Values of which most config classes can make a tiny model."""
 
-SAMPLE = frozenset(_SAMPLED)
+SAMPLE = frozenset(_SAMPLED) & FAMILIES.keys()
 """The families of the usual run: one of each kind of layout, window, mask and rotary module."""
 
 RUN = [family for family in FAMILIES if family in SAMPLE or "ROPE_PATCH_ALL_FAMILIES" in os.environ]
@@ -250,7 +252,11 @@ PACKED_ROWS_MIX = _MIXING & FAMILIES.keys()
 
 
 def config_of(family: str, **changes: Any) -> PreTrainedConfig:
-    """A fresh config of the family, with some of its values changed."""
+    """A fresh config of the family, with some of its values changed. A test of a family that this version of
+    Transformers lacks is skipped.
+    """
+    if family in {**_SAMPLED, **_OTHERS}.keys() - FAMILIES.keys():
+        pytest.skip(f"{family} is not tested with Transformers {transformers.__version__}")
     return AutoConfig.for_model(**copy.deepcopy({**FAMILIES[family], **changes}))
 
 

@@ -3,9 +3,12 @@
 `operators.json` has what a prefill and a decoded step may cost each scheme in a model of two layers: operators,
 synchronisations (`waits`) and copies from the host, the last two in this package. A step waits where a table is asked
 whether it has a row for the position; it copies frequencies made anew for a length or a weight. `python -m tests.lists`
-adds a new scheme; `python -m tests.test_simulated_device` writes all anew after a change that you meant.
+adds a new scheme; `python -m tests.test_simulated_device` writes all anew after a change that you meant. What other
+releases of torch and Transformers start beyond that for an unpatched model, they may start under every scheme, and
+twice under LaMPE, which has the rotary module compute two sets of tables.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -21,6 +24,8 @@ from tests.simulated_device import Simulated, SimulatedDevice, moved, values
 
 LENGTH = 40
 BUDGETS = Path(__file__).with_name("operators.json")
+UNPATCHED = "unpatched"
+"""The name of a model without a scheme among the budgets."""
 
 
 def own(counted):
@@ -31,7 +36,8 @@ def own(counted):
 def both(spec, run):
     """The results of `run(model, move, device)` on the CPU and on the device."""
     model = build(num_hidden_layers=2)
-    patch(model, spec)
+    if spec is not None:
+        patch(model, spec)
     expected = run(model, lambda x: x, None)
     with SimulatedDevice() as device:
         found = run(moved(model), Simulated, device)
@@ -74,7 +80,7 @@ def costs(device):
 
 def write_budgets(names, budgets):
     """Write what each of these schemes costs, beside the budgets that stay."""
-    budgets = budgets | {name: costs(both(CASES[name], situations)[2]) for name in names}
+    budgets = budgets | {name: costs(both(CASES.get(name), situations)[2]) for name in names}
     lines = [f' "{name}": {json.dumps(budgets[name])}' for name in sorted(budgets)]
     BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -82,8 +88,15 @@ def write_budgets(names, budgets):
 def write_missing():
     """Write what schemes cost that have no budget."""
     budgets = json.loads(BUDGETS.read_text())
-    if missing := sorted(CASES.keys() - budgets.keys()):
+    if missing := sorted({UNPATCHED, *CASES} - budgets.keys()):
         write_budgets(missing, budgets)
+
+
+@functools.cache
+def of_the_release():
+    """What the installed releases start for an unpatched model beyond its budget, by kind."""
+    found, budget = costs(both(None, situations)[2]), json.loads(BUDGETS.read_text())[UNPATCHED]
+    return {cost: max(0, number - budget[cost]) for cost, number in found.items()}
 
 
 def assert_same(found, expected):
@@ -99,7 +112,8 @@ def test_values_are_those_of_the_cpu_and_a_step_neither_waits_nor_copies(name):
     assert name in budgets, "`python -m tests.lists`, which `make scheme` runs, writes what this scheme costs"
     found, expected, device = both(CASES[name], situations)
     assert_same(found, expected)
-    over = {cost: number for cost, number in costs(device).items() if number > budgets[name][cost]}
+    beyond = {cost: number * (2 if name == "lampe" else 1) for cost, number in of_the_release().items()}
+    over = {cost: number for cost, number in costs(device).items() if number > budgets[name][cost] + beyond[cost]}
     assert not over, (over, budgets[name], device.synchronisations, device.copies)
 
 
@@ -132,4 +146,4 @@ def test_what_costs_time_on_a_gpu_is_counted():
 
 
 if __name__ == "__main__":
-    write_budgets(CASES, {})
+    write_budgets([UNPATCHED, *CASES], {})

@@ -16,6 +16,7 @@ from rope_patch import PerLayer, RopePatchWarning, describe, from_pretrained, na
 from rope_patch.models.find_stacks import read_stack
 from tests.cases import ALL, CASES, ROUTES
 from tests.families import build
+from tests.releases import since
 from tests.runs import assert_close, generated, logits, tokens
 from tests.snapshots import snapshot
 
@@ -276,6 +277,7 @@ def test_copies_and_saved_models(tmp_path):
     assert torch.equal(logits(loaded, tokens()), expected)
 
 
+@since(torch, "2.12", "does not notice that a compiled model was cast, if some of its tensors stay in float32")
 def test_a_compiled_model():
     for backend in ("eager", "aot_eager"):
         model = build(num_hidden_layers=1)

@@ -33,6 +33,7 @@ STATIC_ON_TABLES = [
     for spec in STATIC
     if family not in FOLLOWING or not get_scheme(spec).refines  # it refines what follows the length
     if family not in NORMED or not scales_tables(get_scheme(spec))
+    if not get_scheme(spec).by_head  # a table has one set of frequencies
 ]
 MODES = ["oracle", "chunked", "segmented", "auto"]
 

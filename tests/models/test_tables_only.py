@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -26,6 +27,7 @@ from rope_patch import (
     patch,
     unpatch,
 )
+from rope_patch.doctor.versions import older
 from tests.families import GENERIC, config_of, from_config
 from tests.runs import LENGTH, assert_close, generated, greedy, left_padded, positions_of, tokens
 from tests.snapshots import snapshot
@@ -51,6 +53,9 @@ TABLES_ONLY = {
     "diffllama": _HEADS,
 }
 """Model types of which only the tables can be replaced, and values for a small config."""
+
+WRONG_IN_5_17 = {"gpt_neox_japanese", "doge"}
+"""Model types that Transformers 5.17 cannot run if a part of each head turns, or misreads after a cache, unpatched."""
 
 SCORED = {
     "beam": {**_HEADS, **_WIDE},
@@ -90,6 +95,8 @@ def _prototype(model_type):
 def _build(model_type):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this version of Transformers")
+    if model_type in WRONG_IN_5_17 and older(transformers.__version__, "5.18"):
+        pytest.skip(f"Transformers {transformers.__version__} itself computes it wrongly")
     return copy.deepcopy(_prototype(model_type))
 
 

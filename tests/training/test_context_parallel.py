@@ -28,6 +28,7 @@ from rope_patch.mounting.parameters import learned_parameters
 from rope_patch.training.chunked_loss import chunked_loss
 from rope_patch.training.context_parallel import context_parallel, shard
 from rope_patch.training.long_ce import LongCE
+from tests import families
 from tests.cases import ALL, CASES
 from tests.families import VOCABULARY, build
 from tests.processes import run_many
@@ -314,6 +315,8 @@ def refusals():
         ("yarn:factor=2", "llama_dynamic", None),
         ("logn:training_length=8", "llama_dynamic", "follows the length"),
     ):
+        if family not in families.FAMILIES:  # nor in this version of Transformers
+            continue
         model = build(family)
         if spec:
             with rope_patch.patch(model, spec):
