@@ -5,7 +5,7 @@ why the others do not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast, get_args
@@ -18,6 +18,7 @@ from rope_patch.attention.problem import AttentionMode, Problem
 from rope_patch.attention.table import explained
 from rope_patch.description import Description, Rows
 from rope_patch.errors import InvalidField, NotPatched, UnsupportedModel, counted
+from rope_patch.models.arguments import NAMES_OF_CACHE
 from rope_patch.mounting.layer_state import LayerState
 from rope_patch.patching import PatchHandle, find_handles, loaded
 
@@ -97,9 +98,9 @@ def explain(model: nn.Module | PatchHandle, input_ids: torch.Tensor, **inputs: A
         with _watching(states) as (eager, compiled), torch.no_grad():
             output = model(input_ids, **with_cache, **inputs)
         found |= {"prefill": eager, "prefill, compiled": compiled}
-        if getattr(output, "past_key_values", None) is not None:
+        if cache := _cache_of(output):
             with _watching(states) as (eager, compiled), torch.no_grad():
-                model(**_next_token(model, input_ids, output, inputs), **with_cache)
+                model(**_next_token(model, input_ids, output, inputs), **cache, **with_cache)
             found |= {"decoded token": eager, "decoded token, compiled": compiled}
         with _watching(states) as (eager, _), torch.enable_grad():
             model(input_ids, **without, **inputs)
@@ -150,18 +151,24 @@ def _keeps_cache(model: nn.Module) -> bool:
     return hasattr(cast(Any, model).config, "use_cache")
 
 
+def _cache_of(output: Any) -> dict[str, Any]:
+    """The cache in the output of a forward, under its name; nothing if there is none."""
+    named = output if isinstance(output, Mapping) else {}
+    return next(({name: named[name]} for name in NAMES_OF_CACHE if named.get(name) is not None), {})
+
+
 def _next_token(model: nn.Module, input_ids: torch.Tensor, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Build the inputs of one more token after a cache; the choice of the token does not matter."""
-    token, past = input_ids[:, -1:], output.past_key_values
+    """Build the inputs of one more token, beside the cache; the choice of the token does not matter."""
+    token = input_ids[:, -1:]
     mask, others = inputs.get("attention_mask"), {key: value for key, value in inputs.items() if "decoder" not in key}
     if getattr(cast(Any, model).config, "is_encoder_decoder", False):
         encoded = (output.encoder_last_hidden_state,)
-        return {**others, "decoder_input_ids": token, "encoder_outputs": encoded, "past_key_values": past}
+        return {**others, "decoder_input_ids": token, "encoder_outputs": encoded}
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         others["attention_mask"] = torch.cat([mask, mask[:, -1:]], dim=1)
     if "position_ids" in others:
         others["position_ids"] = others["position_ids"][..., -1:] + 1
-    return {**others, "input_ids": token, "past_key_values": past}
+    return {**others, "input_ids": token}
 
 
 def _rows(situation: str, handles: tuple[PatchHandle, ...], accounts: Accounts) -> Rows:

@@ -245,7 +245,7 @@ NORMED = {"llama4_normed", "nanochat"} & FAMILIES.keys()
 """Families that norm queries and keys after they turned, so that tables cannot scale them."""
 
 _MIXING = {"afmoe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-if not hasattr(masking_utils, "packed_sequence_compatibility_function"):  # by a chunk, too: Transformers 5.20
+if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # before Transformers 5.23, by a chunk too
     _MIXING |= {family for family, values in FAMILIES.items() if "attention_chunk_size" in values}
 PACKED_ROWS_MIX = _MIXING & FAMILIES.keys()
 """Families that let the documents of a packed row see each other, also unpatched: by a window, or by a state."""

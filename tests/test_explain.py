@@ -192,6 +192,17 @@ def test_it_says_how_states_are_rotated(monkeypatch):
 
 
 _EVERY = ("rerope:window=16", "dca:chunk_size=24,local_window=8", "alibi")
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("built", [build, build_t5], ids=["llama", "t5"])
+def test_it_gives_a_cache_by_the_name_that_the_model_has(built):
+    model = built()
+    patch(model, "t5:interpolation=2" if built is build_t5 else "rerope:window=16")
+    more = {"decoder_input_ids": ids(length=4)} if built is build_t5 else {}
+    assert "decoded token" in situations(explain(model, ids(length=90), **more))
+
+
 FORCED = {"merged": _EVERY, "flex": _EVERY, "reference": _EVERY, "chunked": _EVERY}
 """Executors by name, and the schemes that they compute."""
 

@@ -41,10 +41,19 @@ def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
     return kwargs.get("inputs_embeds") if tokens is None else tokens
 
 
+NAMES_OF_CACHE = ("cache", "past_key_values")
+"""The names of the cache among the arguments of a forward and in its output: since Transformers 5.24, which warns about
+the other one, and before.
+"""
+
+
+def name_of_cache(module: nn.Module) -> str:
+    """The name of the cache among the arguments of this forward, one of `NAMES_OF_CACHE`."""
+    return "cache" if "cache" in parameters_of(module) else "past_key_values"
+
+
 def cache_in(kwargs: dict[str, Any]) -> Cache | None:
-    """The cache among the arguments of a forward, or a decoder's self-attention cache; None without one. Its name is
-    `cache` since Transformers 5.24, and `past_key_values` before.
-    """
+    """The cache among the arguments of a forward, or a decoder's self-attention cache; None without one."""
     cache = kwargs.get("past_key_values", kwargs.get("cache"))
     if not isinstance(cache, Cache):  # under another name, or none
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)

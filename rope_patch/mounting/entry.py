@@ -5,7 +5,6 @@ replaced.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,15 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from rope_patch.errors import UnsupportedPositions
 from rope_patch.models.absolute import lengthened
-from rope_patch.models.arguments import Arguments, by_name, cache_in, check_tokens, slot_positions, tokens_seen
+from rope_patch.models.arguments import (
+    Arguments,
+    by_name,
+    cache_in,
+    check_tokens,
+    name_of_cache,
+    slot_positions,
+    tokens_seen,
+)
 from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.models.cached_keys import complete_layers
 from rope_patch.mounting.parameters import LearnedWeights
@@ -74,7 +81,7 @@ class StackEntry:
         if use_cache is None:
             use_cache = getattr(module.config, "use_cache", False)
         if cache is None and use_cache and self.causal and not recomputes:
-            kwargs[_name_of_cache(module)] = _new_cache(module)
+            kwargs[name_of_cache(module)] = _new_cache(module)
             cache = cache_in(kwargs)
         if cache is None:
             return self._embed(tokens, module)
@@ -85,11 +92,6 @@ class StackEntry:
         placed, states = self.scheme.advance(tokens, last, self.weights.of_stack(module))
         history.update(states[:, None], states[:, None, :, :0])
         return placed
-
-
-def _name_of_cache(module: nn.Module) -> str:
-    """The name of the cache among the arguments of a stack; Transformers 5.24 warns about the other name."""
-    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def _new_cache(module: nn.Module) -> Cache:

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from rope_patch.models.arguments import name_of_cache
 from rope_patch.serving.sampling import Sampler
 
 _PAGED = {"full_attention", "sliding_attention"}
@@ -146,7 +147,8 @@ class OneByOne:
         else:
             read = state.generated_tokens[-1:]
         ids = torch.tensor([read], device=self.model.device)
-        output = self.model(input_ids=ids, past_key_values=request.cache, use_cache=True, logits_to_keep=1)
+        cache = {name_of_cache(self.model): request.cache}
+        output = self.model(input_ids=ids, **cache, use_cache=True, logits_to_keep=1)
         if state.remaining_prefill_tokens:
             return None
         unused = self.sampler.prepare_tensor_args([request])

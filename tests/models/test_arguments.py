@@ -2,9 +2,19 @@
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
-from rope_patch.models.arguments import cache_in, cached_length, counted_positions, slot_positions, tokens_seen
+from rope_patch.doctor.versions import older
+from rope_patch.models.arguments import (
+    cache_in,
+    cached_length,
+    counted_positions,
+    name_of_cache,
+    slot_positions,
+    tokens_seen,
+)
+from tests.families import build
 
 NAMES = "cache", "past_key_values"
 
@@ -37,6 +47,16 @@ def test_tokens_behind_a_cache_have_the_last_columns_of_a_mask(name):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]])  # pads before, behind and between
     kwargs = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": mask, name: filled(5)}
     assert tokens_seen(kwargs).tolist() == [[True, True, False], [False, True, True]]
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@torch.no_grad()
+def test_a_model_takes_a_cache_by_the_name_that_it_has():
+    model, cache = build("llama"), DynamicCache()
+    found = name_of_cache(model)
+    model(torch.ones(1, 3, dtype=torch.long), **{found: cache})
+    assert cache.get_seq_length() == 3
+    assert (found == "cache") != older(transformers.__version__, "5.24")
 
 
 def test_of_an_encoder_and_a_decoder_the_decoder_keeps_the_texts():
