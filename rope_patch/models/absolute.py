@@ -98,9 +98,9 @@ def _measure(stack: PreTrainedModel, name: str, embedding: nn.Embedding) -> tupl
     """Measure the row that a text's first token reads, and `AbsoluteTable.first`. The next tokens must read the
     following rows.
     """
-    middle = stack.config.vocab_size // 2  # special tokens such as pads, which may not count, are at the ends
-    ids = torch.arange(middle, middle + _TOKENS, device=embedding.weight.device)[None]
     try:
+        middle = stack.config.vocab_size // 2  # special tokens such as pads, which may not count, are at the ends
+        ids = torch.arange(middle, middle + _TOKENS, device=embedding.weight.device)[None]
         rows = _rows_read(stack, embedding, input_ids=ids)
     except Exception as error:  # models of other kinds may fail in any way
         raise UnsupportedModel(f"{type(stack).__name__} cannot read a text of four tokens: {error}") from error

@@ -31,6 +31,7 @@ from rope_patch.models.base import AbsoluteTable, AttentionLayer, Stack
 from rope_patch.models.cached_keys import complete_layers
 from rope_patch.mounting.parameters import LearnedWeights
 from rope_patch.mounting.running_stack import link_modules, stack_of
+from rope_patch.mounting.stack_positions import PASSED
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.slots import Tokens
@@ -132,7 +133,7 @@ class BlockEntry:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with positions added to the states."""
         named = by_name(module, args, kwargs)
-        states, positions = named["hidden_states"], named.get("position_ids")
+        states, positions = named["hidden_states"], named.get(PASSED, named.get("position_ids"))
         if positions is None:
             raise UnsupportedPositions(f"{type(module).__name__} does not receive position_ids")
         tokens = Tokens(states, positions, None, self.index, self.remaining)

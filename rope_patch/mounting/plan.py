@@ -17,6 +17,7 @@ from torch import nn
 from rope_patch.attention.forward import StackForwards
 from rope_patch.attention.problem import AttentionMode
 from rope_patch.errors import InvalidField, NothingToPatch, UnsupportedModel, did_you_mean
+from rope_patch.models.arguments import parameters_of
 from rope_patch.models.base import AttentionLayer, RotaryTables, Stack
 from rope_patch.models.cached_keys import OWN_ROTATION, cache_tag
 from rope_patch.models.config import scheme_of_layer_type
@@ -30,7 +31,7 @@ from rope_patch.mounting.parameters import install_parameters
 from rope_patch.mounting.registration import IMPLEMENTATION, Registration
 from rope_patch.mounting.running_stack import StackLink, link_modules, watch_layers
 from rope_patch.mounting.scoring import late_attention
-from rope_patch.mounting.stack_positions import CountTokens, pass_positions
+from rope_patch.mounting.stack_positions import CountTokens, pass_positions, set_aside
 from rope_patch.mounting.undo import Changes
 from rope_patch.schemes.base import Scheme
 from rope_patch.schemes.compose import Compose
@@ -407,6 +408,8 @@ def install(plan: Plan, stack: Stack, attention: AttentionMode, changes: Changes
     else:
         first = plan.touched(stack)[0]
         changes.hook(first.module, TagHook(StackLink(stack.module), first, tag, accepts_plain=plan.is_native(stack)))
+    if stack.rotary and "position_ids" not in parameters_of(stack.module):
+        changes.hook(stack.module, set_aside)
     return states
 
 

@@ -49,6 +49,17 @@ class CountTokens:
         return (), {**kwargs, "position_ids": positions}
 
 
+def set_aside(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Last pre-hook of a stack that takes no positions and counts slots itself, such as Dia's encoder: it renames the
+    positions of other hooks, because the stack passes its own to its layers, beside all that it was given.
+    """
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        return None
+    others = {name: value for name, value in kwargs.items() if name != "position_ids"}
+    return args, {**others, PASSED: positions}
+
+
 @dataclass(eq=False)
 class PassPositions:
     """Pre-hook of a stack that passes on the positions of a text, one for each token, to layers that would not receive

@@ -84,6 +84,7 @@ def alone(model_type: str) -> dict[str, Any]:
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def work() -> None:
+        torch.set_num_threads(1)  # a fork has none of the threads of its parent, and would wait for them
         gc.freeze()  # whoever collects garbage need not walk through all that was imported
         resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
         sender.send(checked(model_type))
