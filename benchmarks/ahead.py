@@ -31,6 +31,7 @@ from transformers import StaticCache
 from benchmarks.attention import spec
 from benchmarks.comparison import Shape
 from benchmarks.models import llama, preferred
+from rope_patch.models.arguments import name_of_cache
 
 SCHEMES = ("plain", "yarn:factor=4", "logn", "rerope", "self_extend", "dca")
 """The schemes of the table, one of each kind. ALiBi is not among them: its slopes are a tensor with values, which needs
@@ -112,7 +113,8 @@ def token(scheme: str | None, executor: str | None = None, layers: int = 4, shap
                 return graph.forward
 
             torch._dynamo.reset()
-            torch.compile(model, backend=kept, fullgraph=True)(ids, past_key_values=cache, position_ids=positions)
+            named = {name_of_cache(model): cache}
+            torch.compile(model, backend=kept, fullgraph=True)(ids, position_ids=positions, **named)
         return Token(scheme, executor, layers, **_lowered(*graphs[0]))
 
 

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from rope_patch import patch
 from rope_patch.data.corpora import load_corpus
+from rope_patch.models.arguments import name_of_cache
 
 CHECKPOINT = Path("recipes/assets/tiny-llama")
 RESULTS = Path("benchmarks/results/dynamic_decoding.json")
@@ -57,10 +58,10 @@ def main() -> None:
 
 def _cached(model: torch.nn.Module, text: torch.Tensor) -> torch.Tensor:
     """log p of every token after the prompt, one decoding step each."""
-    cache = DynamicCache()
-    logits = [model(text[:, :PROMPT], past_key_values=cache).logits[:, -1]]
+    cache, name = DynamicCache(), name_of_cache(model)
+    logits = [model(text[:, :PROMPT], **{name: cache}).logits[:, -1]]
     for place in range(PROMPT, LENGTH):
-        logits.append(model(text[:, place : place + 1], past_key_values=cache).logits[:, -1])
+        logits.append(model(text[:, place : place + 1], **{name: cache}).logits[:, -1])
     return _log_probabilities(logits, text)
 
 

@@ -27,6 +27,7 @@ from benchmarks.comparison import Shape, Side
 from rope_patch import CachedKeys, patch
 from rope_patch.attention import engine
 from rope_patch.attention.table import Row
+from rope_patch.models.arguments import name_of_cache
 
 _LAYERS = 4
 _DECODING_LAYERS = 2
@@ -96,6 +97,7 @@ def decoding(
         mask[row, : row * shape.length // 16] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
+    named = {name_of_cache(model): cache}
 
     @torch.no_grad()
     def step(new: int = new) -> None:
@@ -104,7 +106,7 @@ def decoding(
         places = {"attention_mask": mask[:, :seen], "position_ids": positions[:, past:seen]} if padded else {}
         # on a GPU, SDPA would plan each new length of the cache for cuDNN, for twenty milliseconds a token
         with sdpa_kernel(_WITHOUT_PLANS):
-            model(mask[:, :new], past_key_values=cache, use_cache=True, **places)
+            model(mask[:, :new], use_cache=True, **named, **places)
 
     step(1)  # a patched model takes a cache that it began itself
     for layer in range(layers):
@@ -146,15 +148,16 @@ def generated(
     config._compile_all_devices = True
     tokens = torch.randint(1, 1024, (1, shape.length + 1), device=shape.device)
     cache = StaticCache(config=model.config, max_cache_len=shape.length + 1 + new)
+    named = {name_of_cache(model): cache}
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 
     @torch.no_grad()
     def read() -> None:
         cache.reset()
-        model(tokens[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(tokens[:, :-1], use_cache=True, logits_to_keep=1, **named)
 
     def run() -> None:
-        model.generate(tokens, past_key_values=cache, compile_config=config, **options)
+        model.generate(tokens, compile_config=config, **named, **options)
 
     return Side(run, reset=read)
 
@@ -194,12 +197,13 @@ def prefill(shape: Shape, scheme: str | None = None) -> Side:
     if scheme:
         patch(model, spec(scheme, shape.length))
     chunks = torch.randint(1, 1024, (1, shape.length), device=shape.device).split(_CHUNK, dim=1)
+    name = name_of_cache(model)
 
     @torch.no_grad()
     def run() -> None:
         cache = DynamicCache(config=model.config)
         for chunk in chunks:
-            model(chunk, past_key_values=cache, use_cache=True)
+            model(chunk, use_cache=True, **{name: cache})
 
     return Side(run)
 
