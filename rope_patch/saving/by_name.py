@@ -33,7 +33,7 @@ from rope_patch.models.record import Record
 from rope_patch.mounting.handle import PatchHandle, find_handle
 from rope_patch.mounting.hooks import LayerHook
 from rope_patch.mounting.registration import IMPLEMENTATION, own_attention
-from rope_patch.mounting.stack_positions import PASSED
+from rope_patch.mounting.stack_positions import PASSED, set_aside
 from rope_patch.patching import unpatch
 from rope_patch.saving.resuming import repatch
 
@@ -159,6 +159,8 @@ def _caught_up(
     """
     given = after = by_name(stack.module, *arguments)
     for hook in handle.changes.hooks_of(stack.module):
+        if hook is set_aside:  # what it renames goes on to the modules here
+            continue
         result = hook(stack.module, (), after)
         after = after if result is None else result[1]
     changed = {name: value for name, value in after.items() if given.get(name) is not value}
