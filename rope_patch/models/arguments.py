@@ -26,13 +26,18 @@ def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of a module's forward, without `self`. A wrapper that takes `*args` and `**kwargs` passes them on,
     so the parameters are those of the forward below it: of its class, or of a class that this one extends.
     """
-    classes = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    for forward in (module.forward, *classes):
-        found = {name: each for name, each in inspect.signature(forward).parameters.items() if name != "self"}
-        kinds = {each.kind for each in found.values()}
-        if not kinds >= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-            return found
-    return {}
+    found = _parameters(module.forward)
+    if found is None:  # else the classes are not read, which torch 2.11 cannot do in a graph
+        below = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+        found = next((each for each in map(_parameters, below) if each is not None), {})
+    return found
+
+
+def _parameters(forward: Any) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a forward, without `self`; None for a wrapper that passes them on."""
+    found = {name: each for name, each in inspect.signature(forward).parameters.items() if name != "self"}
+    kinds = {each.kind for each in found.values()}
+    return None if kinds >= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} else found
 
 
 def tokens_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
