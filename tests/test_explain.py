@@ -188,20 +188,21 @@ def test_it_says_how_states_are_rotated(monkeypatch):
     assert dict(situations(explain(model, ids()))["prefill"])["  rotation"] == "one kernel for all regions"
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize(
+    ("built", "spec", "inputs"),
+    [(build, "rerope:window=16", {}), (build_t5, "t5:interpolation=2", {"decoder_input_ids": ids(length=4)})],
+    ids=["llama", "t5"],
+)
+def test_it_gives_a_cache_by_the_name_that_the_model_has(built, spec, inputs):
+    patch(model := built(), spec)
+    assert "decoded token" in situations(explain(model, ids(length=90), **inputs))
+
+
 # --- forcing one ---
 
 
 _EVERY = ("rerope:window=16", "dca:chunk_size=24,local_window=8", "alibi")
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-@pytest.mark.parametrize("built", [build, build_t5], ids=["llama", "t5"])
-def test_it_gives_a_cache_by_the_name_that_the_model_has(built):
-    model = built()
-    patch(model, "t5:interpolation=2" if built is build_t5 else "rerope:window=16")
-    more = {"decoder_input_ids": ids(length=4)} if built is build_t5 else {}
-    assert "decoded token" in situations(explain(model, ids(length=90), **more))
-
 
 FORCED = {"merged": _EVERY, "flex": _EVERY, "reference": _EVERY, "chunked": _EVERY}
 """Executors by name, and the schemes that they compute."""

@@ -54,7 +54,8 @@ the other one, and before.
 
 def name_of_cache(module: nn.Module) -> str:
     """The name of the cache among the arguments of this forward, one of `NAMES_OF_CACHE`."""
-    return "cache" if "cache" in parameters_of(module) else "past_key_values"
+    found = parameters_of(module)
+    return next((name for name in NAMES_OF_CACHE if name in found), NAMES_OF_CACHE[-1])
 
 
 def cache_in(kwargs: dict[str, Any]) -> Cache | None:

@@ -7,6 +7,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from rope_patch.doctor.versions import older
 from rope_patch.models.arguments import (
+    NAMES_OF_CACHE,
     cache_in,
     cached_length,
     counted_positions,
@@ -16,8 +17,6 @@ from rope_patch.models.arguments import (
 )
 from tests.families import build
 
-NAMES = "cache", "past_key_values"
-
 
 def filled(length):
     cache = DynamicCache()
@@ -25,7 +24,7 @@ def filled(length):
     return cache
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
 def test_a_cache_is_found_by_either_name(name):
     cache = filled(5)
     kwargs = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "attention_mask": None, name: cache}
@@ -34,7 +33,7 @@ def test_a_cache_is_found_by_either_name(name):
     assert slot_positions(kwargs).tolist() == [[5, 6, 7]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
 def test_tokens_behind_a_cache_have_the_last_slots_of_a_mask(name):
     mask = torch.ones(1, 1, 3, 8, dtype=torch.bool)
     mask[..., 6] = False  # a pad, which no query attends to
@@ -42,7 +41,7 @@ def test_tokens_behind_a_cache_have_the_last_slots_of_a_mask(name):
     assert tokens_seen(kwargs).tolist() == [[True, False, True]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_OF_CACHE)
 def test_tokens_behind_a_cache_have_the_last_columns_of_a_mask(name):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1, 1]])  # pads before, behind and between
     kwargs = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": mask, name: filled(5)}
